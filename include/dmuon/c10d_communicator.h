@@ -1,0 +1,17 @@
+// Communicator over a torch process group (NCCL, Gloo, or any other c10d backend).
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <string>
+
+#include "dmuon/communicator.h"
+
+namespace dmuon {
+
+/// `group_name`: `ProcessGroup.group_name` in Python; the group must be registered in this process.
+/// `device`: where the segments live.  NCCL calls are grouped and run on the current stream; other backends issue one
+/// call per segment.  Throws c10::Error for an unknown name.
+[[nodiscard]] CommunicatorPtr make_c10d_communicator(const std::string& group_name, c10::Device device);
+
+}  // namespace dmuon

@@ -1,0 +1,49 @@
+// Moving segments between the ranks of one group (a mesh's shard or replicate axis).
+//
+// Called by the runtime only.  Every rank of the group must issue the same calls in the same order; the runtime's
+// canonical order sees to that.  Roots are group-relative ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "dmuon/pending.h"
+
+namespace dmuon {
+
+/// `buffer`: contiguous 1-D, same numel and dtype on every rank; borrowed until the returned Pending has been waited
+/// for.
+struct OwnerSegment {
+  int root = 0;
+  at::Tensor buffer;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
+
+  /// Copies each segment from its root to all ranks, as one grouped call on the current stream.
+  [[nodiscard]] virtual Pending broadcast(std::span<const OwnerSegment> segments) = 0;
+
+  /// Sums each segment into its root's buffer, as one grouped call on the current stream.  On the other ranks the
+  /// buffer's content is lost.
+  [[nodiscard]] virtual Pending reduce(std::span<const OwnerSegment> segments) = 0;
+
+  /// Every rank's text, by rank.  Blocks the host; for set-up only.
+  [[nodiscard]] virtual std::vector<std::string> exchange(const std::string& text) = 0;
+};
+
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+/// All ranks report their set-up error (or "") and a description of their input, one line per matrix.  Throws the same
+/// c10::ValueError on every rank if any rank has an error or the descriptions differ; names the rank and the parameter.
+void agree_on_inputs(Communicator& communicator, const std::string& error, const std::string& description);
+
+}  // namespace dmuon

@@ -1,0 +1,88 @@
+// The matrices whose communication one hook module triggers: their state, their buffers, their one gather and one
+// reduction per pass.
+//
+// Driven by Runtime, which decides when; the group only knows how.  One thread at a time.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dmuon/communicator.h"
+#include "dmuon/dedicated_param.h"
+#include "dmuon/layout.h"
+#include "dmuon/stream.h"
+
+namespace dmuon {
+
+class GroupBuffers;
+class MemoryLedger;
+
+enum class GroupState { kSharded, kUnsharding, kUnsharded };
+[[nodiscard]] const char* to_string(GroupState state);
+
+/// One forward through the group whose graph may still be alive: held by the graph's nodes and hooks, and by nobody
+/// else, so that its death is the graph's.
+struct GroupUse : torch::CustomClassHolder {
+  explicit GroupUse(int index) : group(index) {}
+
+  /// Backward may still produce gradients through this use in `pass`.
+  [[nodiscard]] bool open(std::int64_t pass) const {
+    return finished_pass < 0 || (started_pass == pass && finished_pass != pass);
+  }
+
+  int group;
+  std::int64_t started_pass = -1;   ///< the last backward pass in which its pre-backward ran
+  std::int64_t finished_pass = -1;  ///< likewise its post-backward; stays -1 when no input needs a gradient
+};
+
+class DedicatedParamGroup : public torch::CustomClassHolder {
+ public:
+  /// `members`: [plan matrices], null where another group has it.
+  DedicatedParamGroup(std::string name, int index, plan::GroupLayout layout, std::vector<DedicatedParamPtr> members);
+  ~DedicatedParamGroup() override;
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] int index() const { return index_; }
+  [[nodiscard]] const plan::GroupLayout& layout() const { return layout_; }
+  [[nodiscard]] const std::vector<DedicatedParamPtr>& params() const { return params_; }
+  [[nodiscard]] const DedicatedParamPtr& param_of(int matrix) const { return members_[static_cast<size_t>(matrix)]; }
+  [[nodiscard]] GroupState state() const { return state_; }
+  [[nodiscard]] bool trainable() const;
+
+  /// Allocates (or re-allocates on another device) and links all parameters; values of the masters are kept.
+  void materialize(plan::Slot rank, c10::Device device, at::ScalarType compute_dtype, MemoryLedger& ledger);
+  [[nodiscard]] bool materialized() const { return buffers_ != nullptr; }
+
+  /// Sharded -> Unsharding: allocates and broadcasts on `stream`.  `refresh`: take the masters' present values first.
+  /// On an unsharded group the same values are sent again into the same buffers.
+  void begin_gather(Communicator& communicator, const Stream& stream, bool refresh);
+  /// Unsharding -> Unsharded: the current stream waits.
+  void wait_gather();
+  /// -> Sharded: frees the gather buffer (after an outstanding gather has been waited for).
+  void release();
+
+  // Bookkeeping of the runtime.
+  bool reshard_after_forward = true;
+  int compute_depth = 0;           ///< forwards of the module in progress
+  bool kept_for_backward = false;  ///< Z2: every rank keeps it unsharded until its backward
+  bool touched = false;            ///< its module ran since the last backward ended
+  int untracked_forwards = 0;      ///< forwards without grad inside a pass with grad: recomputation may follow
+  std::vector<c10::weak_intrusive_ptr<GroupUse>> uses;
+  std::vector<c10::intrusive_ptr<GroupUse>> entered;  ///< forwards in progress, innermost last
+  std::vector<at::Tensor> accumulated;  ///< [params] gradients kept back by no_sync, in reduce dtype; may be undefined
+
+ private:
+  std::string name_;
+  int index_;
+  plan::GroupLayout layout_;
+  std::vector<DedicatedParamPtr> members_;
+  std::vector<DedicatedParamPtr> params_;
+  GroupState state_ = GroupState::kSharded;
+  std::unique_ptr<GroupBuffers> buffers_;
+  Pending gather_;
+};
+
+using DedicatedParamGroupPtr = c10::intrusive_ptr<DedicatedParamGroup>;
+
+}  // namespace dmuon

@@ -1,0 +1,44 @@
+// Packed layouts: where each matrix of a group lives inside its owner's segment.
+//
+// Made once per group from a Plan; the runtime allocates buffers by it, the memory model sums it up.  std only.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "dmuon/plan.h"
+
+namespace dmuon::plan {
+
+/// Matrix starts are aligned to this many elements: 16 bytes for 2-byte dtypes, and more for wider ones, so that one
+/// layout serves the compute, the reduce and the master buffers.
+inline constexpr std::int64_t kAlignElements = 8;
+
+struct PackedMatrix {
+  int matrix = 0;           ///< index into Plan::matrices
+  std::int64_t offset = 0;  ///< elements from the start of the segment
+  std::int64_t numel = 0;
+};
+
+/// A contiguous run of one owner's matrices inside a group.
+struct Segment {
+  Slot owner;
+  std::vector<PackedMatrix> matrices;
+  std::int64_t numel = 0;    ///< elements including alignment
+  std::int64_t payload = 0;  ///< elements without alignment
+};
+
+/// Segments of one group, ordered by owner (replicate, then shard): the same on every rank.
+struct GroupLayout {
+  std::vector<Segment> segments;
+
+  [[nodiscard]] std::int64_t numel() const;
+  [[nodiscard]] std::int64_t payload() const;
+};
+
+/// `members`: indices into plan.matrices, in module order; the order inside a segment follows it.
+/// Throws std::invalid_argument if an index is out of range or appears twice.
+[[nodiscard]] GroupLayout make_group_layout(const Plan& plan, std::span<const int> members);
+
+}  // namespace dmuon::plan

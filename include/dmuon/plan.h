@@ -1,0 +1,115 @@
+// Who owns what: assigns every matrix to one slot of the (shard, replicate) mesh.
+//
+// Called once at set-up, on every rank, with identical input; the answer is a pure function of that input, so no
+// communication is needed and `Plan::fingerprint()` lets the ranks prove that they agree.  std only: no torch, no CUDA.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace dmuon::plan {
+
+/// Matrices of one layer with fewer elements than this share one owner (PlanOptions::small_matrix_threshold).
+inline constexpr std::int64_t kSmallParamThreshold = 5'000'000;
+
+/// One parameter selected for dedicated ownership, logically `rows x cols`.
+struct Matrix {
+  std::string name;  ///< fully qualified name, unique in a plan
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::string layer;  ///< matrices with equal keys belong to one layer; "" means a layer of its own
+
+  [[nodiscard]] std::int64_t numel() const { return rows * cols; }
+};
+
+/// Sizes of the mesh axes; `replicate == 1` without a replicate mesh.
+struct MeshShape {
+  int shard = 1;
+  int replicate = 1;
+
+  [[nodiscard]] int slots() const { return shard * replicate; }
+};
+
+/// One place that can own a matrix.
+struct Slot {
+  int shard = 0;
+  int replicate = 0;
+
+  auto operator<=>(const Slot&) const = default;
+};
+
+enum class OwnerStrategy { kLpt, kRoundRobin, kRank0 };
+
+/// "lpt", "round_robin" or "rank0".  Throws std::invalid_argument that lists the known names.
+[[nodiscard]] OwnerStrategy parse_owner_strategy(const std::string& name);
+
+/// Predicted optimizer time of one matrix: Newton-Schulz FLOPs of the algorithm that runs for this shape, the
+/// elementwise passes over it, and a constant per matrix.  The defaults describe one H200 with 16-bit matrix products.
+struct CostModel {
+  double flops_per_second = 600e12;
+  double bytes_per_second = 4.0e12;
+  double seconds_per_matrix = 20e-6;
+  double elementwise_bytes = 60.0;  ///< bytes moved per element by momentum, normalisation, casts and the update
+  int ns_steps = 5;
+
+  /// FLOPs of the Newton-Schulz iteration chosen for this shape (standard below aspect 1.3, else Gram with one
+  /// restart).
+  [[nodiscard]] double flops(std::int64_t rows, std::int64_t cols) const;
+  [[nodiscard]] double seconds(std::int64_t rows, std::int64_t cols) const;
+};
+
+struct PlanOptions {
+  OwnerStrategy strategy = OwnerStrategy::kLpt;
+  std::int64_t small_matrix_threshold = kSmallParamThreshold;  ///< elements; 0 turns merging off
+  CostModel cost{};
+  double target_imbalance = 1.02;                    ///< local search stops at this max/mean
+  std::int64_t state_bytes_per_element = 8;          ///< fp32 master + fp32 momentum
+  std::optional<std::int64_t> max_bytes_per_slot{};  ///< cap on owned state; unset means no cap
+};
+
+struct SlotLoad {
+  double cost_seconds = 0.0;
+  std::int64_t elements = 0;
+  std::int64_t bytes = 0;  ///< elements * state_bytes_per_element
+  int matrices = 0;
+};
+
+/// The result: immutable after construction, indexed like the input matrices.
+struct Plan {
+  MeshShape mesh;
+  std::vector<Matrix> matrices;
+  std::vector<Slot> owners;          ///< [matrices]
+  std::vector<double> costs;         ///< [matrices] predicted seconds
+  std::vector<SlotLoad> loads;       ///< [slots], index = replicate * mesh.shard + shard
+  double lower_bound_seconds = 0.0;  ///< no assignment of these units has a smaller maximum load
+  std::string balance_note;          ///< why max/mean is not lower; empty when it meets the target
+
+  [[nodiscard]] int slot_index(Slot slot) const { return slot.replicate * mesh.shard + slot.shard; }
+  /// Largest slot cost divided by the mean slot cost; 1.0 for an empty plan.
+  [[nodiscard]] double imbalance() const;
+  /// 64-bit FNV-1a over mesh, names, shapes and owners: equal on all ranks or something is wrong.
+  [[nodiscard]] std::uint64_t fingerprint() const;
+  /// Fixed-width text table: per slot its matrices, bytes and predicted cost, then max/mean and the bound.
+  [[nodiscard]] std::string table() const;
+};
+
+/// Longest-processing-time-first over all slots, columns balanced first and then the slots of the column, followed by a
+/// bounded local search of moves and swaps.  Units of one layer go to distinct shard coordinates while balance allows;
+/// where that misses the target, plain LPT is tried too and the better plan taken, so without a cap the largest load is
+/// within Graham's bound (1969), 4/3 - 1/(3 slots) of the optimum.  Ties break by bytes, then by input order and slot
+/// index.  Throws std::invalid_argument (with the name of the matrix or option) for an empty list, a duplicate name, a
+/// size or mesh axis below 1, a senseless option, or a cap that cannot be met.
+/// O(P log P) plus the bounded search; 100 k matrices on 1024 slots take under 100 ms.
+[[nodiscard]] Plan compute_balanced_assignment(std::vector<Matrix> matrices, MeshShape mesh,
+                                               const PlanOptions& options = {});
+
+/// Text both ranks can compare line by line: the first differing line names the parameter.  One line per matrix.
+[[nodiscard]] std::string describe_inputs(const std::vector<Matrix>& matrices);
+
+/// Given every rank's `describe_inputs`, a message naming the first difference, or "" if all are equal.
+[[nodiscard]] std::string first_difference(const std::vector<std::string>& descriptions);
+
+}  // namespace dmuon::plan

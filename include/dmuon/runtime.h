@@ -1,0 +1,144 @@
+// The state machine of dedicated ownership: turns "this module is about to run" into gathers, "its gradients are there"
+// into reductions, and keeps all of it in one order that is the same on every rank.
+//
+// Callers (Python hooks, or a C++ training loop) bracket the root with begin_forward/end_forward and every hook module
+// with pre_forward/post_forward; backward needs no call: autograd nodes and tensor hooks made in forward drive it.
+//
+// Order (never hang).  Gathers of a forward go out in module order; gathers of a backward in reverse order of module
+// exit; reductions in reverse module order.  A rank that reaches group k first issues every group before k; the end of
+// the pass issues the rest, whatever branches the rank took.  Gathers and reductions run on communicators of their own,
+// so their relative timing is free.  Nothing is ever decided by timing or data.
+//
+// One thread at a time (autograd's device thread and the caller's do not overlap).  CUDA: communication runs on two
+// high-priority side streams; no call synchronises the host with the device except as GradientReduction::finish says.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dmuon/communicator.h"
+#include "dmuon/dedicated_param_group.h"
+#include "dmuon/plan.h"
+#include "dmuon/stream.h"
+
+namespace dmuon {
+
+struct GroupSpec {
+  std::string name;          ///< of the hook module, for messages
+  std::vector<int> members;  ///< plan indices, in module order
+  int exit_order = 0;        ///< rank of the hook module among all, by when its forward ends (differs when nested)
+};
+
+struct RuntimeOptions {
+  std::optional<at::ScalarType> param_dtype;   ///< compute dtype; unset: the dtype of the unsharded leaves
+  std::optional<at::ScalarType> reduce_dtype;  ///< on the wire in backward; unset: the compute dtype
+  bool cast_forward_inputs = false;            ///< floating inputs of a hook module are cast to the compute dtype
+  bool reshard_after_forward = true;           ///< Z3; false is Z2
+};
+
+/// The two communicators of the shard group.  They may be the same object only if no backward gathers (Z2).
+struct RuntimeComms {
+  CommunicatorPtr gather;
+  CommunicatorPtr reduce;
+};
+
+class BackwardPass;
+struct ForwardPass;
+class MemoryLedger;
+
+class Runtime : public torch::CustomClassHolder {
+ public:
+  /// `params`: [plan matrices].  `groups` in module order; together they name every matrix exactly once.
+  /// Throws c10::ValueError, naming the parameter, for anything that does not fit; nothing has been changed then.
+  Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<GroupSpec> groups, RuntimeComms comms,
+          c10::Device device, RuntimeOptions options);
+  ~Runtime() override;
+
+  // Root and hook modules, in forward (also when a forward is recomputed inside backward).
+  void begin_forward();
+  void end_forward(const std::vector<at::Tensor>& outputs);
+  /// Returns the inputs to call the module with, one for one.
+  [[nodiscard]] std::vector<at::Tensor> pre_forward(int group, const std::vector<at::Tensor>& inputs);
+  /// Call it with no outputs when the forward raised.
+  void post_forward(int group, const std::vector<at::Tensor>& outputs);
+
+  /// Allocates buffers once every owned master is real; no-op when that has happened.  Called by every forward.
+  void materialize();
+  /// The module's registered parameter was replaced (`to_empty`, `to`): takes its values at the next `materialize`.
+  void rebind(int matrix, at::Tensor registered);
+
+  void set_requires_gradient_sync(bool enabled, std::optional<int> group = std::nullopt);
+  [[nodiscard]] bool requires_gradient_sync(int group) const { return sync_groups_.at(static_cast<size_t>(group)); }
+  void set_reshard_after_forward(bool enabled, std::optional<int> group = std::nullopt);
+  /// The sum over ranks is divided by `factor` instead of the number of ranks.
+  void set_gradient_divide_factor(double factor);
+  /// Drops gradients that no_sync kept back (part of zero_grad).
+  void clear_accumulated();
+
+  /// I1-I3 at this moment; throws naming parameter, rank and slot.  Cheap: no communication, no synchronisation.
+  void check_invariants() const;
+  [[nodiscard]] std::int64_t live_bytes() const;
+  [[nodiscard]] std::int64_t peak_bytes() const;
+  void track_memory();
+
+  [[nodiscard]] const plan::Plan& plan() const { return plan_; }
+  [[nodiscard]] plan::Slot rank() const { return rank_; }
+  [[nodiscard]] const std::vector<DedicatedParamPtr>& params() const { return params_; }
+  [[nodiscard]] const std::vector<DedicatedParamGroupPtr>& groups() const { return groups_; }
+  [[nodiscard]] at::ScalarType compute_dtype() const { return compute_dtype_; }
+  [[nodiscard]] at::ScalarType reduce_dtype() const { return options_.reduce_dtype.value_or(compute_dtype_); }
+
+  // Called by autograd (autograd_hooks.h).
+  void on_root_gradient() { static_cast<void>(begin_backward()); }
+  void pre_backward(GroupUse& use);
+  void post_backward(GroupUse& use);
+
+ private:
+  void check_inputs(const std::vector<GroupSpec>& groups) const;
+  void gather(DedicatedParamGroup& group, bool refresh);
+  void gather_for_forward(DedicatedParamGroup& group);
+  void gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group);
+  bool issue_next_backward_gather(BackwardPass& pass);
+  std::vector<at::Tensor> enter_graph(DedicatedParamGroup& group, std::vector<at::Tensor> inputs);
+  [[nodiscard]] bool keeps_after_forward(const DedicatedParamGroup& group) const;
+
+  std::shared_ptr<BackwardPass> begin_backward();
+  void finish_backward(BackwardPass& pass);
+  void advance_reductions(BackwardPass& pass, bool all);
+  void reduce(BackwardPass& pass, DedicatedParamGroup& group);
+  void drain_reduction(BackwardPass& pass);
+  [[nodiscard]] bool complete(const DedicatedParamGroup& group, std::int64_t pass) const;
+  [[nodiscard]] static bool skippable(const DedicatedParamGroup& group);
+  void check_no_late_gradient(const BackwardPass& pass) const;
+  void recover();
+
+  plan::Plan plan_;
+  plan::Slot rank_;
+  std::vector<DedicatedParamPtr> params_;
+  std::vector<DedicatedParamGroupPtr> groups_;
+  std::vector<int> backward_gather_order_;  ///< group indices
+  std::vector<int> reduce_order_;           ///< group indices
+  RuntimeComms comms_;
+  c10::Device device_;
+  RuntimeOptions options_;
+  at::ScalarType compute_dtype_;
+  Stream gather_stream_;
+  Stream reduce_stream_;
+  std::unique_ptr<MemoryLedger> ledger_;
+  std::vector<bool> sync_groups_;
+  double divide_factor_;
+  bool materialized_ = false;
+  std::unique_ptr<ForwardPass> forward_;
+  std::weak_ptr<BackwardPass> backward_;
+  bool backward_open_ = false;  ///< a backward began and has not finished: after an exception, recover() cleans up
+  std::int64_t pass_count_ = 0;
+};
+
+using RuntimePtr = c10::intrusive_ptr<Runtime>;
+
+/// Every tensor takes rank 0's values (set-up; blocks the host).  Tensors of any device and layout.
+void broadcast_from_first(Communicator& communicator, const std::vector<at::Tensor>& tensors, c10::Device device);
+
+}  // namespace dmuon

@@ -1,0 +1,45 @@
+"""dmuon: matrix optimizers with dedicated ownership under FSDP2.
+
+    dmuon.dedicate_params(model, mesh, predicate=lambda name, p: p.ndim == 2 and "layers" in name)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, lr=0.02)
+"""
+
+from ._library import load as _load
+
+_load()
+
+from ._assignment import Assignment, compute_balanced_assignment  # noqa: E402
+from ._dedicate import dedicate_params  # noqa: E402
+from ._fsdp2 import install_patch, no_sync, uninstall_patch  # noqa: E402
+from ._handles import DedicatedParam, DedicatedParamGroup, get_dedicated_params  # noqa: E402
+from ._muon import Muon  # noqa: E402
+from ._newton_schulz import newton_schulz  # noqa: E402
+from ._report import comm_stats, memory_report  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "SMALL_PARAM_THRESHOLD",
+    "Assignment",
+    "DedicatedParam",
+    "DedicatedParamGroup",
+    "Muon",
+    "comm_stats",
+    "compute_balanced_assignment",
+    "dedicate_params",
+    "get_dedicated_params",
+    "install_patch",
+    "memory_report",
+    "newton_schulz",
+    "no_sync",
+    "uninstall_patch",
+]
+
+from torch import ops as _ops  # noqa: E402
+
+SMALL_PARAM_THRESHOLD: int = _ops.dmuon.small_param_threshold()
+"""Elements below which the matrices of one layer share an owner."""
+
+install_patch()

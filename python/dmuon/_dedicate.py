@@ -1,0 +1,167 @@
+"""dedicate_params: gives every selected matrix to one owner rank."""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from ._assignment import Assignment, compute_balanced_assignment
+from ._fsdp2 import share_controls
+from ._handles import Dedication, DedicatedParam, DedicatedParamGroup, attach, mark_dedicated
+from ._hooks import GroupHooks, attach_root_begin, attach_root_end, forbid_state_dict, guard_apply
+from ._select import Boundary, BoundaryPredicate, Matrix, Predicate, group_by_boundary, master_dtype, select
+
+
+def dedicate_params(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    predicate: Predicate,
+    *,
+    replicate_mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    compute_dtype: torch.dtype | None = None,
+    hook_boundary_predicate: BoundaryPredicate | None = None,
+    hook_boundary_strict: bool = True,
+    owner_strategy: str = "lpt",
+) -> Assignment:
+    """Dedicates the parameters for which `predicate(name, parameter)` is true.  Collective over `mesh`.
+
+    Afterwards `model.parameters()` gives, for each of them, the fp32 master on its owner and a meta tensor of the same
+    shape elsewhere; after backward the owner's has `.grad`, the mean over the ranks.  Parameters and buffers that are
+    not sharded yet take rank 0's values.  Call it before `fully_shard`, which then skips the dedicated parameters.
+
+    mesh: 1-D, the ranks that share the data-parallel work.
+    reshard_after_forward: True frees gathered weights after forward and gathers them again in backward (Z3); False keeps
+        them until backward (Z2).
+    mp_policy: FSDP2's policy.  param_dtype: what is sent and computed with; reduce_dtype: what gradients are summed in;
+        cast_forward_inputs, output_dtype: as in FSDP2, at the hook modules.  compute_dtype is short for param_dtype.
+    hook_boundary_predicate: picks, for each parameter, the lowest module around it (itself included) that triggers
+        communication; if none is found, an error, or with hook_boundary_strict=False the module itself.  Default:
+        `layers.N` and `blocks.N`, then entries of module lists, then the module itself.
+    owner_strategy: "lpt" (balanced by predicted optimizer time), "round_robin" or "rank0".
+
+    Returns the read-only assignment of parameters to owners.
+    Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is not
+    2-D or not floating, a parameter dedicated or sharded already, a boundary not found, ranks that disagree.
+    """
+    if replicate_mesh is not None:
+        raise NotImplementedError("[dmuon.dedicate_params] replicate_mesh (HSDP) is not supported yet")
+    if mesh.ndim != 1:
+        raise ValueError(f"[dmuon.dedicate_params] mesh must be 1-D, got {mesh.ndim}-D {mesh}; pass mesh['shard']")
+    policy = _policy(mp_policy, compute_dtype)
+    device = _device(mesh)
+    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device)
+    boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
+    matrices, groups = _agree(gather, model, predicate, boundary)
+    plan = compute_balanced_assignment(
+        [(m.name, *m.parameter.shape, m.layer) for m in matrices], mesh.size(), owner_strategy=owner_strategy
+    )
+
+    _take_first_ranks_values(gather, model, device)
+    reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device)
+    registered, unsharded = _make_parameters(matrices, plan, mesh.get_local_rank(), policy.param_dtype, device)
+    options = (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs, reshard_after_forward)
+    runtime = torch.classes.dmuon.Runtime(plan, registered, unsharded, groups, (gather, reduce), device, options)
+
+    params = [DedicatedParam(h, p, True) for h, p in zip(runtime.params(), registered, strict=True)]
+    by_index = [[params[i] for i in members] for _, members, _ in groups]
+    handles = [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
+    dedication = Dedication(runtime, plan, gather, reduce, params, handles, unsharded)
+    _install(model, dedication, matrices, [boundary.modules[name] for name, _, _ in groups], policy.output_dtype)
+    if not any(m.parameter.is_meta for m in matrices):
+        runtime.materialize()
+    return Assignment(params, plan)
+
+
+def _policy(mp_policy: MixedPrecisionPolicy | None, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    if compute_dtype is None:
+        return mp_policy or MixedPrecisionPolicy(cast_forward_inputs=False)
+    if mp_policy is not None:
+        raise ValueError("[dmuon.dedicate_params] pass mp_policy or compute_dtype, not both")
+    return MixedPrecisionPolicy(param_dtype=compute_dtype)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _agree(
+    gather: torch.ScriptObject, model: nn.Module, predicate: Predicate, boundary: Boundary
+) -> tuple[list[Matrix], list[tuple[str, list[int], int]]]:
+    """Selects on this rank; then all ranks succeed, or all raise the same error."""
+    matrices: list[Matrix] = []
+    groups: list[tuple[str, list[int], int]] = []
+    cause: Exception | None = None
+    try:
+        matrices = select(model, predicate, boundary)
+        groups = group_by_boundary(matrices, boundary.modules)
+    except Exception as error:
+        cause = error
+    message = "" if cause is None else str(cause) if isinstance(cause, ValueError) else repr(cause)
+    try:
+        gather.agree(message, "\n".join(matrix.describe() for matrix in matrices))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(str(error)) from cause
+    return matrices, groups
+
+
+def _take_first_ranks_values(gather: torch.ScriptObject, model: nn.Module, device: torch.device) -> None:
+    """Different seeds per rank must not train different models."""
+    state = {id(t): t for t in [*model.parameters(), *model.buffers()] if not t.is_meta and not isinstance(t, DTensor)}
+    gather.broadcast_from_first([t.detach() for t in state.values()], device)
+
+
+def _group_for_reductions(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A group of its own, so that reductions never queue behind gathers nor depend on their order."""
+    return dist.new_group(
+        dist.get_process_group_ranks(mesh.get_group()), use_local_synchronization=True, group_desc="dmuon_reduce"
+    )
+
+
+def _make_parameters(
+    matrices: list[Matrix], plan: torch.ScriptObject, rank: int, dtype: torch.dtype | None, device: torch.device
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Per matrix the registered and the unsharded parameter; the runtime moves their data into its buffers."""
+    registered, unsharded = [], []
+    for matrix, (shard, _) in zip(matrices, plan.owners(), strict=True):
+        original = matrix.parameter
+        master = "meta" if shard != rank or original.is_meta else device
+        data = original.detach().to(master_dtype(original.dtype))
+        registered.append(nn.Parameter(data.to(master), requires_grad=original.requires_grad))
+        mark_dedicated(registered[-1], shard)
+        empty = torch.empty(0, dtype=dtype or original.dtype, device=device)
+        unsharded.append(nn.Parameter(empty, requires_grad=original.requires_grad))
+    return registered, unsharded
+
+
+def _install(
+    model: nn.Module,
+    dedication: Dedication,
+    matrices: list[Matrix],
+    hook_modules: list[nn.Module],
+    output_dtype: torch.dtype | None,
+) -> None:
+    """Registers parameters and hooks; from here on the model is dedicated."""
+    by_module: dict[nn.Module, list] = {}
+    for index, matrix in enumerate(matrices):
+        for site in matrix.sites:
+            site.index = index
+            site.module._parameters[site.attribute] = dedication.params[index].parameter
+            by_module.setdefault(site.module, []).append(site)
+            dedication.sites.append(site)
+    for module, sites in by_module.items():
+        guard_apply(module, dedication, sites)
+    attach_root_begin(model, dedication)
+    for index, module in enumerate(hook_modules):
+        members = {id(param) for param in dedication.groups[index].params}
+        sites = [site for site in dedication.sites if id(dedication.params[site.index]) in members]
+        GroupHooks(dedication, index, sites, output_dtype).attach(module)
+    attach_root_end(model, dedication)
+    share_controls(model, hook_modules, dedication)
+    forbid_state_dict(model)
+    attach(model, dedication)

@@ -1,0 +1,209 @@
+"""Muon: a torch optimizer over dedicated matrices, with torch's AdamW for everything else."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from ._handles import Dedication, the_dedication
+
+_GROUP_KEYS = {
+    "params", "name", "lr", "weight_decay", "momentum", "nesterov", "muon_lr", "muon_weight_decay",
+    "adamw_lr", "adamw_betas", "adamw_weight_decay", "adamw_eps",
+}  # fmt: skip
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, Newton-Schulz and the update run on each matrix's owner; other ranks have nothing to do for it.
+
+        buf = momentum * buf + grad;   u = newton_schulz(grad + momentum * buf if nesterov else buf)
+        weight *= 1 - lr * weight_decay;   weight -= lr * scale(rows, cols) * u
+
+    model: one on which `dedicate_params` was called.  Its dedicated matrices form the `use_muon` groups; every other
+    trainable parameter (FSDP2's DTensors) goes to AdamW groups, stepped by torch.optim.AdamW.  Learning-rate
+    schedulers act on all groups.  A matrix that no rank used in a step keeps its weight and momentum.
+
+    ns_backend: "gram", "gram_accurate" or "standard".  ns_coefficients: "polar_express", "you" or "keller_jordan".
+    adjust_lr_fn: "match_rms_adamw" (scale 0.2 sqrt(max(rows, cols))) or "original" (sqrt(max(1, rows / cols))).
+    replicate_async: for HSDP: publish updated matrices while the next forward already runs.
+    param_groups: dicts with "params" (parameters of the model) and any of name, lr or muon_lr, weight_decay or
+        muon_weight_decay, momentum, nesterov, adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps; what is absent comes
+        from the constructor.  Each becomes a Muon group and an AdamW group.  All trainable parameters must be named once.
+
+    Momentum is fp32, in `state[p]["momentum_buffer"]` on the owner only.
+    Raises ValueError, naming the parameter, for a model that is not dedicated, a hyperparameter out of range, an
+    unknown key, a parameter that is foreign, named twice or left out, and for a trainable parameter that neither dmuon
+    nor FSDP2 manages (its gradient would differ between ranks); naming such a parameter in `param_groups` accepts it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        ns_backend: str = "gram",
+        ns_steps: int = 5,
+        ns_coefficients: str = "polar_express",
+        adjust_lr_fn: str = "match_rms_adamw",
+        adamw_lr: float = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_weight_decay: float = 0.01,
+        adamw_eps: float = 1e-8,
+        replicate_async: bool = True,
+        param_groups: Iterable[dict[str, Any]] | None = None,
+    ) -> None:
+        self._dedication = the_dedication(model, "Muon")
+        self._dedication.runtime.materialize()
+        self._defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adamw_lr": adamw_lr,
+            "adamw_betas": adamw_betas, "adamw_weight_decay": adamw_weight_decay, "adamw_eps": adamw_eps,
+        }  # fmt: skip
+        self._stepper = torch.classes.dmuon.MuonStepper(ns_backend, ns_steps, ns_coefficients, adjust_lr_fn)
+        self.replicate_async = replicate_async
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._reports: list[_FiniteReport] = []
+        self._adamw: torch.optim.AdamW | None = None
+        groups = [{"params": _managed(self._names, self._dedication)}] if param_groups is None else list(param_groups)
+        lowered = [lowered for group in groups for lowered in self._lower(group)]
+        _check_covered(self._names, lowered)
+        super().__init__(lowered, {})
+        adamw_groups = [group for group in self.param_groups if not group["use_muon"]]
+        if adamw_groups:
+            fused = all(p.device.type == "cuda" for group in adamw_groups for p in group["params"])
+            self._adamw = torch.optim.AdamW(adamw_groups, fused=fused or None, foreach=None if fused else True)
+
+    def _lower(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """One user group -> its Muon and its AdamW group."""
+        if unknown := set(group) - _GROUP_KEYS:
+            raise ValueError(f"[dmuon.Muon] unknown keys {sorted(unknown)} in param_groups; known: {sorted(_GROUP_KEYS)}")
+        if "params" not in group:
+            raise ValueError("[dmuon.Muon] an entry of param_groups has no 'params'")
+        values = self._defaults | group
+        values["lr"] = group.get("muon_lr", values["lr"])
+        values["weight_decay"] = group.get("muon_weight_decay", values["weight_decay"])
+        _check_values(values)
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        for p in params:
+            if p not in self._names:
+                raise ValueError(
+                    f"[dmuon.Muon] a parameter of shape {tuple(p.shape)} in param_groups is not one of the model's; take "
+                    "it from model.named_parameters() after dedicate_params and fully_shard"
+                )
+        trainable = [p for p in params if p.requires_grad]
+        muon = [p for p in trainable if hasattr(p, "_dedicated_owner_rank")]
+        keys = ("lr", "momentum", "weight_decay", "nesterov")
+        lowered = [{"params": muon, "use_muon": True} | {key: values[key] for key in keys}] if muon else []
+        for kind in (True, False):  # torch's foreach kernels do not mix DTensors and plain tensors
+            rest = [p for p in trainable if p not in set(muon) and isinstance(p, DTensor) == kind]
+            adamw = {key: values[f"adamw_{key}"] for key in ("lr", "betas", "weight_decay", "eps")}
+            lowered += [{"params": rest, "use_muon": False} | adamw] if rest else []
+        for entry in lowered:
+            entry["name"] = f"{group.get('name', 'default')}/{'muon' if entry['use_muon'] else 'adamw'}"
+        return lowered
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of everything.  No communication; `closure` is evaluated first, with gradients, as in torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._report_nonfinite()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._step_matrices(group)
+        if self._adamw is not None:
+            self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+            self._adamw.state = self.state
+            self._adamw.step()
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        rows = []
+        for p in group["params"]:
+            if p.is_meta or p.grad is None:
+                continue
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+            rows.append((self._names[p], p.detach(), p.grad, state["momentum_buffer"]))
+        hyper = (float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
+        flags = self._stepper.step(rows, hyper)
+        if flags:
+            self._reports.append(_FiniteReport([row[0] for row in rows], flags))
+        if self._reports and not self._reports[-1].on_device:
+            self._report_nonfinite()
+
+    def _report_nonfinite(self) -> None:
+        """Warns once per step about updates that were NaN or Inf; on a GPU as soon as the step's flags have arrived."""
+        while self._reports and self._reports[0].arrived():
+            if bad := self._reports.pop(0).bad():
+                warnings.warn(f"[dmuon.Muon] NaN or Inf in the update of {', '.join(bad)}", RuntimeWarning, stacklevel=3)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also drops what `no_sync` kept back."""
+        super().zero_grad(set_to_none)
+        self._dedication.runtime.clear_accumulated()
+
+
+class _FiniteReport:
+    """Which matrices of a step had a finite update, on its way to the host without stopping it."""
+
+    def __init__(self, names: list[str], flags: list[torch.Tensor]) -> None:
+        self.names = names
+        stacked = torch.stack(flags)
+        self.on_device = stacked.device.type != "cpu"
+        self.event = None
+        if self.on_device:
+            self.flags = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
+            self.flags.copy_(stacked, non_blocking=True)
+            self.event = torch.get_device_module(stacked.device).Event()
+            self.event.record()
+        else:
+            self.flags = stacked
+
+    def arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def bad(self) -> list[str]:
+        return [name for name, finite in zip(self.names, self.flags.tolist(), strict=True) if not finite]
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    for key in ("lr", "momentum", "weight_decay", "adamw_lr", "adamw_weight_decay", "adamw_eps"):
+        if not values[key] >= 0.0:
+            raise ValueError(f"[dmuon.Muon] {key} must be >= 0, got {values[key]}")
+    if not values["momentum"] < 1.0:
+        raise ValueError(f"[dmuon.Muon] momentum must be < 1, got {values['momentum']}")
+    if len(values["adamw_betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in values["adamw_betas"]):
+        raise ValueError(f"[dmuon.Muon] adamw_betas must be two numbers in [0, 1), got {values['adamw_betas']}")
+
+
+def _managed(names: dict[nn.Parameter, str], dedication: Dedication) -> list[nn.Parameter]:
+    """All trainable parameters, after checking that somebody averages the gradient of each."""
+    alone = dedication.gather.size() == 1 or not dist.is_initialized()
+    for p, name in names.items():
+        if p.requires_grad and not alone and not hasattr(p, "_dedicated_owner_rank") and not isinstance(p, DTensor):
+            raise ValueError(
+                f"[dmuon.Muon] trainable parameter {name!r} is neither dedicated nor sharded by fully_shard: its gradient "
+                "would differ between ranks. Call fully_shard on a module around it before the optimizer is made, freeze "
+                "it, or, if something else averages its gradient, name it in param_groups."
+            )
+    return list(names)
+
+
+def _check_covered(names: dict[nn.Parameter, str], groups: list[dict[str, Any]]) -> None:
+    seen: set[nn.Parameter] = set()
+    for p in (p for group in groups for p in group["params"]):
+        if p in seen:
+            raise ValueError(f"[dmuon.Muon] parameter {names[p]!r} is in param_groups more than once")
+        seen.add(p)
+    if left := [name for p, name in names.items() if p.requires_grad and p not in seen]:
+        raise ValueError(f"[dmuon.Muon] param_groups leave out trainable parameters: {', '.join(left)}")

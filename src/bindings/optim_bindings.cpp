@@ -1,0 +1,45 @@
+#include "bindings/register.h"
+#include "dmuon/muon.h"
+
+namespace dmuon::bindings {
+namespace {
+
+/// The settings of a Muon optimizer that do not change from step to step.
+struct MuonStepper : torch::CustomClassHolder {
+  MuonStepper(const std::string& backend, int64_t steps, const std::string& coefficients,
+              const std::string& adjust_lr) {
+    options.ns = make_ns_options(backend, static_cast<int>(steps), coefficients);
+    options.adjust_lr = parse_adjust_lr(adjust_lr);
+  }
+  MuonOptions options;
+};
+
+// rows: name, weight, gradient, momentum.  hyper: lr, momentum, weight_decay, nesterov.
+std::vector<at::Tensor> step(const c10::intrusive_ptr<MuonStepper>& self,
+                             const std::vector<std::tuple<std::string, at::Tensor, at::Tensor, at::Tensor>>& rows,
+                             const std::tuple<double, double, double, bool>& hyper) {
+  auto options = self->options;
+  std::tie(options.lr, options.momentum, options.weight_decay, options.nesterov) = hyper;
+  std::vector<MuonMatrix> matrices;
+  for (const auto& [name, weight, grad, momentum] : rows) matrices.push_back({name, weight, grad, momentum});
+  return muon_step(matrices, options);
+}
+
+std::vector<at::Tensor> newton_schulz_op(const std::vector<at::Tensor>& matrices, const std::string& backend,
+                                         int64_t steps, const std::string& coefficients) {
+  return newton_schulz(matrices, make_ns_options(backend, static_cast<int>(steps), coefficients));
+}
+
+}  // namespace
+
+void register_optim(torch::Library& library) {
+  library.class_<MuonStepper>("MuonStepper")
+      .def(torch::init<const std::string&, int64_t, const std::string&, const std::string&>())
+      .def("step", &step);
+  library.def("newton_schulz(Tensor[] matrices, str backend, int steps, str coefficients) -> Tensor[]",
+              [](at::TensorList matrices, const std::string& backend, int64_t steps, const std::string& coefficients) {
+                return newton_schulz_op(matrices.vec(), backend, steps, coefficients);
+              });
+}
+
+}  // namespace dmuon::bindings

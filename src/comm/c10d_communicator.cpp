@@ -1,0 +1,105 @@
+#include "dmuon/c10d_communicator.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "dmuon/stream.h"
+
+namespace dmuon {
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+class C10dCommunicator final : public Communicator {
+ public:
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
+      : group_(std::move(group)), device_(device), groups_calls_(group_->getBackend(device.type())->getBackendName() == "nccl") {}
+
+  int rank() const override { return group_->getRank(); }
+  int size() const override { return group_->getSize(); }
+
+  Pending broadcast(std::span<const OwnerSegment> segments) override {
+    return issue(segments, [this](std::vector<at::Tensor>& tensors, int root) {
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      options.asyncOp = !groups_calls_;
+      return group_->broadcast(tensors, options);
+    });
+  }
+
+  Pending reduce(std::span<const OwnerSegment> segments) override {
+    return issue(segments, [this](std::vector<at::Tensor>& tensors, int root) {
+      c10d::ReduceOptions options;
+      options.reduceOp = c10d::ReduceOp::SUM;
+      options.rootRank = root;
+      options.asyncOp = !groups_calls_;
+      return group_->reduce(tensors, options);
+    });
+  }
+
+  std::vector<std::string> exchange(const std::string& text) override {
+    const auto bytes = at::TensorOptions().dtype(at::kByte).device(device_);
+    const auto length = at::full({1}, static_cast<int64_t>(text.size()), bytes.dtype(at::kLong));
+    const auto lengths = all_gather(length);
+    int64_t longest = 0;
+    for (const auto& entry : lengths) longest = std::max(longest, entry.item<int64_t>());
+    auto padded = at::zeros({longest}, at::kByte);
+    std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
+    if (longest == 0) return std::vector<std::string>(lengths.size());
+    std::vector<std::string> texts;
+    const auto gathered = all_gather(padded.to(device_));
+    for (size_t i = 0; i < gathered.size(); ++i) {
+      const auto host = gathered[i].cpu();
+      texts.emplace_back(reinterpret_cast<const char*>(host.data_ptr<uint8_t>()), lengths[i].item<int64_t>());
+    }
+    return texts;
+  }
+
+ private:
+  // NCCL: one group call on the current stream; our own event, never the returned work, says when it is done (some
+  // backends return null or an already completed work).  Others: keep every work and wait for all.
+  template <typename Call>
+  Pending issue(std::span<const OwnerSegment> segments, Call call) {
+    std::vector<at::Tensor> keep_alive;
+    std::vector<WorkPtr> works;
+    if (groups_calls_) group_->startCoalescing(device_.type());
+    for (const auto& segment : segments) {
+      std::vector<at::Tensor> tensors{segment.buffer.variable_data()};
+      works.push_back(call(tensors, segment.root));
+      keep_alive.push_back(segment.buffer);
+    }
+    if (groups_calls_) {
+      group_->endCoalescing(device_.type());
+      return Pending([event = Event::record(device_)] { event.block_current_stream(); }, std::move(keep_alive));
+    }
+    return Pending(
+        [works] {
+          for (const auto& work : works) work->wait();
+        },
+        std::move(keep_alive),
+        [works] {
+          return std::all_of(works.begin(), works.end(), [](const auto& work) { return work->isCompleted(); });
+        });
+  }
+
+  std::vector<at::Tensor> all_gather(const at::Tensor& input) {
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (int i = 0; i < size(); ++i) outputs[0].push_back(at::empty_like(input));
+    std::vector<at::Tensor> inputs{input};
+    const auto work = group_->allgather(outputs, inputs);
+    if (work) work->wait();
+    return outputs[0];
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::Device device_;
+  bool groups_calls_;
+};
+
+}  // namespace
+
+CommunicatorPtr make_c10d_communicator(const std::string& group_name, c10::Device device) {
+  return std::make_shared<C10dCommunicator>(c10d::resolve_process_group(group_name), device);
+}
+
+}  // namespace dmuon

@@ -1,0 +1,160 @@
+#include "dmuon/thread_communicator.h"
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+
+namespace dmuon {
+namespace {
+
+enum class CallKind { kBroadcast, kReduce, kExchange };
+
+// One collective: what every rank deposited, and whether the data has moved.
+struct Call {
+  CallKind kind = CallKind::kBroadcast;
+  std::vector<std::vector<OwnerSegment>> segments;  // [rank]
+  std::vector<std::string> texts;                   // [rank]
+  int arrived = 0;
+  bool done = false;
+  std::string error;
+};
+
+void move_segment(CallKind kind, const std::vector<std::vector<OwnerSegment>>& ranks, size_t index) {
+  const auto& root = ranks[0][index];
+  auto total = ranks[static_cast<size_t>(root.root)][index].buffer;
+  if (kind == CallKind::kBroadcast) {
+    for (const auto& segments : ranks) {
+      if (!segments[index].buffer.is_same(total)) segments[index].buffer.copy_(total);
+    }
+    return;
+  }
+  auto sum = ranks[0][index].buffer.clone();
+  for (size_t rank = 1; rank < ranks.size(); ++rank) sum.add_(ranks[rank][index].buffer);
+  total.copy_(sum);
+}
+
+std::string mismatch(const std::vector<std::vector<OwnerSegment>>& ranks) {
+  for (const auto& segments : ranks) {
+    if (segments.size() != ranks[0].size()) return "ranks passed different numbers of segments";
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const auto& mine = segments[i];
+      const auto& first = ranks[0][i];
+      if (mine.root != first.root || mine.buffer.numel() != first.buffer.numel() ||
+          mine.buffer.scalar_type() != first.buffer.scalar_type()) {
+        return "ranks passed segments of different root, size or dtype";
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+class ThreadWorld {
+ public:
+  ThreadWorld(int size, std::chrono::milliseconds timeout) : size_(size), timeout_(timeout) {}
+
+  int size() const { return size_; }
+
+  std::shared_ptr<Call> arrive(int64_t sequence, int rank, CallKind kind, std::vector<OwnerSegment> segments,
+                               const std::string& text) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& slot = calls_[sequence];
+    if (!slot) {
+      slot = std::make_shared<Call>();
+      slot->kind = kind;
+      slot->segments.resize(static_cast<size_t>(size_));
+      slot->texts.resize(static_cast<size_t>(size_));
+    }
+    const auto call = slot;
+    if (call->kind != kind) call->error = "ranks issued different collectives at the same place in the order";
+    call->segments[static_cast<size_t>(rank)] = std::move(segments);
+    call->texts[static_cast<size_t>(rank)] = text;
+    if (++call->arrived == size_) {
+      complete(*call);
+      calls_.erase(sequence);
+    }
+    return call;
+  }
+
+  bool done(const Call& call) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return call.done;
+  }
+
+  void wait(const Call& call) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const bool done = moved_.wait_for(lock, timeout_, [&] { return call.done; });
+    TORCH_CHECK(done, "[dmuon.comm] a thread rank waited ", timeout_.count(),
+                " ms for its peers: they never made the same call");
+    TORCH_CHECK(call.error.empty(), "[dmuon.comm] ", call.error);
+  }
+
+ private:
+  void complete(Call& call) {
+    const at::NoGradGuard no_grad;
+    if (call.error.empty()) call.error = mismatch(call.segments);
+    if (call.error.empty()) {
+      for (size_t i = 0; i < call.segments[0].size(); ++i) move_segment(call.kind, call.segments, i);
+    }
+    call.segments.clear();
+    call.done = true;
+    moved_.notify_all();
+  }
+
+  int size_;
+  std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable moved_;
+  std::map<int64_t, std::shared_ptr<Call>> calls_;  // by sequence number
+};
+
+namespace {
+
+class ThreadCommunicator final : public Communicator {
+ public:
+  ThreadCommunicator(std::shared_ptr<ThreadWorld> world, int rank) : world_(std::move(world)), rank_(rank) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return world_->size(); }
+  Pending broadcast(std::span<const OwnerSegment> segments) override { return issue(CallKind::kBroadcast, segments); }
+  Pending reduce(std::span<const OwnerSegment> segments) override { return issue(CallKind::kReduce, segments); }
+
+  std::vector<std::string> exchange(const std::string& text) override {
+    const auto call = world_->arrive(sequence_++, rank_, CallKind::kExchange, {}, text);
+    world_->wait(*call);
+    return call->texts;
+  }
+
+ private:
+  Pending issue(CallKind kind, std::span<const OwnerSegment> segments) {
+    std::vector<OwnerSegment> deposit;
+    std::vector<at::Tensor> keep_alive;
+    for (const auto& segment : segments) {
+      deposit.push_back({segment.root, segment.buffer.variable_data()});
+      keep_alive.push_back(segment.buffer);
+    }
+    auto call = world_->arrive(sequence_++, rank_, kind, std::move(deposit), "");
+    return Pending([world = world_, call] { world->wait(*call); }, std::move(keep_alive),
+                   [world = world_, call] { return world->done(*call); });
+  }
+
+  std::shared_ptr<ThreadWorld> world_;
+  int rank_;
+  int64_t sequence_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<ThreadWorld> make_thread_world(int size, std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(size >= 1, "[dmuon.comm] a thread world needs at least one rank, got ", size);
+  return std::make_shared<ThreadWorld>(size, timeout);
+}
+
+CommunicatorPtr make_thread_communicator(std::shared_ptr<ThreadWorld> world, int rank) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < world->size(), "[dmuon.comm] rank ", rank, " is outside a world of ",
+                    world->size());
+  return std::make_shared<ThreadCommunicator>(std::move(world), rank);
+}
+
+}  // namespace dmuon

@@ -1,0 +1,75 @@
+#include "newton_schulz/iteration.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace dmuon {
+namespace {
+
+bool is_wide(const at::Tensor& x) { return x.size(-2) <= x.size(-1); }
+
+at::Tensor product(const at::Tensor& a, const at::Tensor& b) { return a.dim() == 2 ? at::mm(a, b) : at::bmm(a, b); }
+
+// beta * c + alpha * a b
+at::Tensor multiply_add(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
+  return c.dim() == 2 ? at::addmm(c, a, b, beta, alpha) : at::baddbmm(c, a, b, beta, alpha);
+}
+
+at::Tensor gram(const at::Tensor& x) { return is_wide(x) ? product(x, x.mT()) : product(x.mT(), x); }
+
+// beta * x + alpha * q x, on the short side of x
+at::Tensor apply(const at::Tensor& q, const at::Tensor& x, double beta, double alpha) {
+  return is_wide(x) ? multiply_add(x, q, x, beta, alpha) : multiply_add(x, x, q, beta, alpha);
+}
+
+at::Tensor plus_identity(const at::Tensor& z, double a) {
+  at::Tensor q = z.clone();
+  q.diagonal(0, -2, -1).add_(a);
+  return q;
+}
+
+at::Tensor run_segment(const at::Tensor& x, std::span<const NsCoefficients> steps, int prescale) {
+  const double down = std::ldexp(1.0, -prescale);
+  const double down2 = down * down;
+  const NsCoefficients first = steps.front();
+  at::Tensor r = gram(x);
+  at::Tensor z = multiply_add(r, r, r, first.b * down2, first.c * down2 * down2);
+  if (steps.size() == 1) return apply(z, x, first.a * down, down);
+
+  at::Tensor q = plus_identity(z, first.a);
+  for (std::size_t i = 1; i < steps.size(); ++i) {
+    const double a = steps[i - 1].a;
+    const double scale = i == 1 ? down2 : 1.0;
+    r = multiply_add(r, r, z, a, 1.0);
+    r = multiply_add(r, z, r, a * scale, scale);
+    z = multiply_add(r, r, r, steps[i].b, steps[i].c);
+    q = multiply_add(q, q, z, steps[i].a, 1.0);
+  }
+  return apply(q, x, 0.0, down);
+}
+
+std::size_t segment_end(std::span<const int> restarts, std::size_t begin, std::size_t steps) {
+  std::size_t end = steps;
+  for (const int restart : restarts) {
+    if (restart > static_cast<int>(begin)) end = std::min(end, static_cast<std::size_t>(restart));
+  }
+  return end;
+}
+
+}  // namespace
+
+at::Tensor iterate(at::Tensor x, std::span<const NsCoefficients> steps, std::span<const int> restarts, int prescale) {
+  for (std::size_t begin = 0; begin < steps.size();) {
+    const std::size_t end = segment_end(restarts, begin, steps.size());
+    x = run_segment(x, steps.subspan(begin, end - begin), begin == 0 ? prescale : 0);
+    begin = end;
+  }
+  return x;
+}
+
+}  // namespace dmuon

@@ -1,0 +1,105 @@
+#include "dmuon/newton_schulz.h"
+
+#include <ATen/ops/empty_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+#include "newton_schulz/iteration.h"
+#include "newton_schulz/normalize.h"
+
+namespace dmuon {
+namespace {
+
+constexpr double kGramAspect = 1.3;  // below it standard Newton-Schulz needs no more FLOPs and fewer launches
+constexpr int kHalfPrescale = 4;
+
+struct ShapeGroup {
+  std::vector<std::size_t> places;  // in the caller's list
+  std::vector<at::Tensor> matrices;
+};
+
+void check_matrices(const std::vector<at::Tensor>& matrices) {
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    TORCH_CHECK_VALUE(matrices[i].defined() && matrices[i].dim() == 2, "[dmuon.newton_schulz] matrix ", i, " is ",
+                      matrices[i].defined() ? "of shape " + c10::str(matrices[i].sizes()) : "undefined",
+                      "; expected [rows, cols]. Flatten or split it first.");
+    TORCH_CHECK_TYPE(matrices[i].is_floating_point(), "[dmuon.newton_schulz] matrix ", i, " is of dtype ",
+                     matrices[i].scalar_type(), "; expected a real floating dtype. Convert it first.");
+  }
+}
+
+std::vector<ShapeGroup> group_by_shape(const std::vector<at::Tensor>& matrices) {
+  std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType, std::string>, ShapeGroup> groups;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    const at::Tensor& matrix = matrices[i];
+    ShapeGroup& group = groups[{matrix.size(0), matrix.size(1), matrix.scalar_type(), matrix.device().str()}];
+    group.places.push_back(i);
+    group.matrices.push_back(matrix);
+  }
+  std::vector<ShapeGroup> result;
+  for (auto& [key, group] : groups) result.push_back(std::move(group));
+  return result;
+}
+
+std::vector<int> restarts_for(const NsOptions& options, std::int64_t rows, std::int64_t cols) {
+  if (options.backend == NsBackend::kGram && uses_gram(rows, cols)) return options.restarts;
+  std::vector<int> every_step(options.coefficients.size() - 1);
+  std::iota(every_step.begin(), every_step.end(), 1);
+  return every_step;
+}
+
+std::vector<at::Tensor> run_group(const std::vector<at::Tensor>& matrices, const NsOptions& options) {
+  const at::Tensor& first = matrices.front();
+  const std::vector<int> restarts = restarts_for(options, first.size(0), first.size(1));
+  if (first.is_cuda()) {
+    at::Tensor x = normalize_to_half_batch(matrices, kHalfPrescale);
+    return iterate(std::move(x), options.coefficients, restarts, kHalfPrescale).to(first.scalar_type()).unbind(0);
+  }
+  std::vector<at::Tensor> results;
+  for (const at::Tensor& matrix : matrices) {
+    at::Tensor x = normalize(matrix, at::kFloat, 0);
+    results.push_back(iterate(std::move(x), options.coefficients, restarts, 0).to(matrix.scalar_type()));
+  }
+  return results;
+}
+
+}  // namespace
+
+void check_ns_options(const NsOptions& options) {
+  TORCH_CHECK_VALUE(!options.coefficients.empty(),
+                    "[dmuon.newton_schulz] NsOptions::coefficients is empty; expected one entry a step. Fill it with "
+                    "make_ns_options, coefficient_set or solve_coefficients.");
+  for (const int restart : options.restarts) {
+    TORCH_CHECK_VALUE(restart >= 1, "[dmuon.newton_schulz] restart ", restart,
+                      " found; expected steps >= 1. The first step forms X anyway: leave it out.");
+  }
+}
+
+bool uses_gram(std::int64_t rows, std::int64_t cols) {
+  return static_cast<double>(std::max(rows, cols)) >= kGramAspect * static_cast<double>(std::min(rows, cols));
+}
+
+std::vector<at::Tensor> newton_schulz(const std::vector<at::Tensor>& matrices, const NsOptions& options) {
+  check_ns_options(options);
+  check_matrices(matrices);
+  const c10::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  std::vector<at::Tensor> results(matrices.size());
+  for (const ShapeGroup& group : group_by_shape(matrices)) {
+    const bool empty = group.matrices.front().numel() == 0;
+    std::vector<at::Tensor> outputs = empty ? group.matrices : run_group(group.matrices, options);
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      results[group.places[i]] = empty ? at::empty_like(outputs[i]) : std::move(outputs[i]);
+    }
+  }
+  return results;
+}
+
+}  // namespace dmuon

@@ -1,0 +1,65 @@
+#include "dmuon/layout.h"
+
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace dmuon::plan {
+namespace {
+
+std::int64_t align_up(std::int64_t elements) {
+  return (elements + kAlignElements - 1) / kAlignElements * kAlignElements;
+}
+
+void check_member(const Plan& plan, int member, std::vector<bool>& seen) {
+  const int count = static_cast<int>(plan.matrices.size());
+  if (member < 0 || member >= count) {
+    throw std::invalid_argument("[dmuon.plan] group member " + std::to_string(member) +
+                                " is out of range; the plan has " + std::to_string(count) +
+                                " matrices. Pass indices into Plan::matrices.");
+  }
+  if (seen[member]) {
+    throw std::invalid_argument("[dmuon.plan] matrix '" + plan.matrices[member].name +
+                                "' appears twice in a group. Pass every member once.");
+  }
+  seen[member] = true;
+}
+
+void append(Segment& segment, int matrix, std::int64_t numel) {
+  segment.matrices.push_back({.matrix = matrix, .offset = segment.numel, .numel = numel});
+  segment.numel += align_up(numel);
+  segment.payload += numel;
+}
+
+}  // namespace
+
+std::int64_t GroupLayout::numel() const {
+  std::int64_t sum = 0;
+  for (const Segment& segment : segments) sum += segment.numel;
+  return sum;
+}
+
+std::int64_t GroupLayout::payload() const {
+  std::int64_t sum = 0;
+  for (const Segment& segment : segments) sum += segment.payload;
+  return sum;
+}
+
+GroupLayout make_group_layout(const Plan& plan, std::span<const int> members) {
+  std::vector<bool> seen(plan.matrices.size(), false);
+  std::map<int, Segment> by_owner;  // the slot index orders by replicate, then by shard
+  for (const int member : members) {
+    check_member(plan, member, seen);
+    const Slot owner = plan.owners[member];
+    Segment& segment = by_owner[plan.slot_index(owner)];
+    segment.owner = owner;
+    append(segment, member, plan.matrices[member].numel());
+  }
+  GroupLayout layout;
+  layout.segments.reserve(by_owner.size());
+  for (auto& [slot, segment] : by_owner) layout.segments.push_back(std::move(segment));
+  return layout;
+}
+
+}  // namespace dmuon::plan

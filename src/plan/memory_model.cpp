@@ -1,0 +1,113 @@
+#include "dmuon/memory_model.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace dmuon::plan {
+namespace {
+
+/// Elements of one group as one rank sees them.
+struct GroupSizes {
+  std::int64_t padded = 0;
+  std::int64_t payload = 0;
+  std::int64_t own_padded = 0;
+  std::int64_t own_payload = 0;
+  std::int64_t column_padded = 0;  // own and column peers' segments: sent from the published copy
+};
+
+GroupSizes measure(const GroupLayout& group, Slot rank) {
+  GroupSizes sizes{.padded = group.numel(), .payload = group.payload()};
+  for (const Segment& segment : group.segments) {
+    if (segment.owner.shard == rank.shard) sizes.column_padded += segment.numel;
+    if (segment.owner != rank) continue;
+    sizes.own_padded += segment.numel;
+    sizes.own_payload += segment.payload;
+  }
+  return sizes;
+}
+
+/// The runtime's schedule, walked group by group.  All results are bytes.
+class Schedule {
+ public:
+  Schedule(std::span<const GroupLayout> groups, Slot rank, const MemoryOptions& options) : options_(options) {
+    for (const GroupLayout& group : groups) sizes_.push_back(measure(group, rank));
+  }
+
+  [[nodiscard]] MemoryEstimate run() const {
+    MemoryEstimate estimate;
+    for (const GroupSizes& group : sizes_) {
+      estimate.masters += group.own_padded * options_.master_bytes;
+      estimate.momentum += group.own_payload * options_.master_bytes;
+      estimate.published += published(group);
+      estimate.gradients += gradient(group);
+    }
+    estimate.forward_peak = estimate.resident() + forward_gathers();
+    estimate.backward_peak = estimate.resident() + backward_transients();
+    return estimate;
+  }
+
+ private:
+  [[nodiscard]] int last() const { return static_cast<int>(sizes_.size()) - 1; }
+
+  /// Without a published copy the owner sends its master; column peers still hold one.
+  [[nodiscard]] std::int64_t published(const GroupSizes& group) const {
+    const std::int64_t own = options_.published_copy ? 0 : group.own_padded;
+    return (group.column_padded - own) * options_.compute_bytes;
+  }
+
+  /// The owner's reduced `.grad`.
+  [[nodiscard]] std::int64_t gradient(const GroupSizes& group) const {
+    return (options_.grad_aliases_reduce ? group.own_padded : group.own_payload) * options_.master_bytes;
+  }
+
+  /// Gather buffers of one group; none for an index outside the list.
+  [[nodiscard]] std::int64_t gather(int index) const {
+    if (index < 0 || index > last()) return 0;
+    return (sizes_[index].padded - sizes_[index].column_padded) * options_.compute_bytes;
+  }
+
+  /// Gather buffers while group `index` is the last one in use and its neighbour is prefetched.
+  [[nodiscard]] std::int64_t live_gathers(int index, int neighbour) const {
+    if (options_.reshard_after_forward) return gather(index) + gather(neighbour);
+    std::int64_t sum = 0;
+    for (int i = 0; i <= index; ++i) sum += gather(i);
+    return sum;
+  }
+
+  [[nodiscard]] std::int64_t forward_gathers() const {
+    std::int64_t peak = 0;
+    for (int i = 0; i <= last(); ++i) peak = std::max(peak, live_gathers(i, i + 1));
+    return peak;
+  }
+
+  [[nodiscard]] std::int64_t unsharded_gradients(int index) const {
+    return index < 0 ? 0 : sizes_[index].payload * options_.compute_bytes;
+  }
+
+  /// Groups run from last to first.  Two moments of each can be the worst: when its reduce buffers have been filled and
+  /// its unsharded gradients still live, and when its reduction finishes while the next group (index - 1) is in work.
+  [[nodiscard]] std::int64_t backward_transients() const {
+    std::int64_t peak = 0;
+    std::int64_t gradients = 0;  // `.grad` of the groups already finished
+    for (int i = last(); i >= 0; --i) {
+      const std::int64_t reduce = sizes_[i].padded * options_.reduce_bytes;
+      const std::int64_t cast = options_.grad_aliases_reduce ? 0 : gradient(sizes_[i]);
+      const std::int64_t filled = live_gathers(i, i - 1) + unsharded_gradients(i) + reduce;
+      const std::int64_t finishing = live_gathers(i - 1, i - 2) + unsharded_gradients(i - 1) + reduce + cast;
+      peak = std::max({peak, gradients + filled, gradients + finishing});
+      gradients += gradient(sizes_[i]);
+    }
+    return peak;
+  }
+
+  const MemoryOptions& options_;
+  std::vector<GroupSizes> sizes_;  // [groups]
+};
+
+}  // namespace
+
+MemoryEstimate predict_memory(std::span<const GroupLayout> groups, Slot rank, const MemoryOptions& options) {
+  return Schedule(groups, rank, options).run();
+}
+
+}  // namespace dmuon::plan

@@ -1,0 +1,135 @@
+#include "dmuon/dedicate.h"
+
+namespace dmuon {
+namespace {
+
+struct Selection {
+  std::vector<plan::Matrix> matrices;
+  std::vector<at::Tensor> weights;
+  std::vector<GroupSpec> groups;
+};
+
+// What is wrong with a weight, or "".
+std::string problem_of(const std::string& name, const at::Tensor& weight) {
+  if (!weight.defined()) return c10::str("parameter '", name, "' is undefined");
+  if (weight.dim() != 2 || !weight.is_floating_point() || !weight.is_leaf()) {
+    return c10::str("parameter '", name, "' is a ", weight.is_leaf() ? "leaf" : "non-leaf", " of shape ",
+                    weight.sizes(), " and dtype ", weight.scalar_type(), "; expected a floating leaf [rows, cols]");
+  }
+  return "";
+}
+
+std::string select(const std::vector<HookModule>& modules, Selection& selection) {
+  for (const auto& module : modules) {
+    auto& group = selection.groups.emplace_back();
+    group.name = module.name;
+    for (const auto& [name, weight] : module.matrices) {
+      if (const auto problem = problem_of(name, weight); !problem.empty()) return problem;
+      group.members.push_back(static_cast<int>(selection.matrices.size()));
+      selection.matrices.push_back({name, weight.size(0), weight.size(1), module.name});
+      selection.weights.push_back(weight);
+    }
+  }
+  return "";
+}
+
+bool encloses(const std::string& outer, const std::string& inner) {
+  return outer.empty() || inner.compare(0, outer.size() + 1, outer + ".") == 0;
+}
+
+// A module's forward ends after those of the modules it encloses.
+void set_exit_order(std::vector<GroupSpec>& groups) {
+  std::vector<GroupSpec*> open;
+  int next = 0;
+  const auto close_all_but_enclosing = [&](const std::string* name) {
+    while (!open.empty() && !(name && encloses(open.back()->name, *name))) {
+      open.back()->exit_order = next++;
+      open.pop_back();
+    }
+  };
+  for (auto& group : groups) {
+    close_all_but_enclosing(&group.name);
+    open.push_back(&group);
+  }
+  close_all_but_enclosing(nullptr);
+}
+
+// All ranks agree on the plan or throw together.
+plan::Plan agreed_plan(const Selection& selection, std::string problem, Communicator& communicator,
+                       const plan::PlanOptions& options) {
+  plan::Plan plan;
+  try {
+    if (problem.empty()) {
+      plan = plan::compute_balanced_assignment(selection.matrices, {.shard = communicator.size()}, options);
+    }
+  } catch (const std::invalid_argument& error) {
+    problem = error.what();
+  }
+  agree_on_inputs(communicator, problem, plan::describe_inputs(selection.matrices));
+  return plan;
+}
+
+}  // namespace
+
+RuntimePtr dedicate(const std::vector<HookModule>& modules, RuntimeComms comms, const DedicateOptions& options) {
+  Selection selection;
+  const auto problem = select(modules, selection);
+  auto plan = agreed_plan(selection, problem, *comms.gather, options.plan);
+  set_exit_order(selection.groups);
+  const auto device = selection.weights.front().device();
+  broadcast_from_first(*comms.gather, selection.weights, device);
+
+  const plan::Slot here{.shard = comms.gather->rank()};
+  std::vector<ParamSpec> specs;
+  for (size_t i = 0; i < selection.weights.size(); ++i) {
+    const auto& weight = selection.weights[i];
+    auto registered = plan.owners[i] == here ? weight.detach().clone() : at::empty_like(weight.detach(), at::kMeta);
+    registered.set_requires_grad(weight.requires_grad());
+    specs.push_back({plan.matrices[i].name, weight.sizes().vec(), std::move(registered), weight});
+  }
+  return c10::make_intrusive<Runtime>(std::move(plan), std::move(specs), std::move(selection.groups), std::move(comms),
+                                      device, options.runtime);
+}
+
+at::Tensor call_root(Runtime& runtime, const std::function<at::Tensor()>& forward) {
+  runtime.begin_forward();
+  at::Tensor output;
+  try {
+    output = forward();
+  } catch (...) {
+    runtime.end_forward({});
+    throw;
+  }
+  runtime.end_forward({output});
+  return output;
+}
+
+at::Tensor call_module(Runtime& runtime, int group, const at::Tensor& input,
+                       const std::function<at::Tensor(const at::Tensor&)>& forward) {
+  const auto inputs = runtime.pre_forward(group, {input});
+  at::Tensor output;
+  try {
+    output = forward(inputs.front());
+  } catch (...) {
+    runtime.post_forward(group, {});
+    throw;
+  }
+  runtime.post_forward(group, {output});
+  return output;
+}
+
+void average_gradients(Communicator& communicator, const std::vector<at::Tensor>& parameters) {
+  const at::NoGradGuard no_grad;
+  std::vector<OwnerSegment> segments;
+  for (const auto& parameter : parameters) {
+    auto& grad = parameter.mutable_grad();
+    grad = grad.defined() ? grad.contiguous() : at::zeros_like(parameter, at::MemoryFormat::Contiguous);
+    segments.push_back({0, grad.view({-1})});
+  }
+  if (communicator.size() == 1) return;
+  communicator.reduce(segments).wait();
+  for (const auto& segment : segments) segment.buffer.div_(communicator.size());
+  communicator.broadcast(segments).wait();
+}
+
+}  // namespace dmuon

@@ -1,0 +1,110 @@
+#include "runtime/group_buffers.h"
+
+#include "runtime/storage.h"
+
+namespace dmuon {
+namespace {
+
+std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+}
+
+}  // namespace
+
+GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<DedicatedParamPtr>& members,
+                           plan::Slot rank, c10::Device device, at::ScalarType compute_dtype, MemoryLedger& ledger)
+    : ledger_(ledger) {
+  const at::NoGradGuard no_grad;
+  const auto compute = at::TensorOptions().dtype(compute_dtype).device(device);
+  std::int64_t gather_numel = 0;
+  for (const auto& segment : layout.segments) {
+    if (segment.owner.shard != rank.shard) gather_numel += segment.numel;
+  }
+  gather_ = at::empty({gather_numel}, compute);
+  std::int64_t gather_offset = 0;
+  for (const auto& segment : layout.segments) {
+    auto& buffers = segments_.emplace_back();
+    buffers.root = segment.owner.shard;
+    buffers.owned = segment.owner == rank;
+    buffers.column = segment.owner.shard == rank.shard;
+    if (buffers.owned) place_masters(segment, buffers, members);
+    if (buffers.owned && buffers.master.scalar_type() == compute_dtype) {
+      buffers.compute = buffers.master;
+    } else if (buffers.column) {
+      buffers.compute = at::zeros({segment.numel}, compute);
+    } else {
+      buffers.compute = gather_.narrow(0, gather_offset, segment.numel);
+      gather_offset += segment.numel;
+    }
+    for (const auto& packed : segment.matrices) {
+      const auto& param = members[static_cast<size_t>(packed.matrix)];
+      const auto view = buffers.compute.narrow(0, packed.offset, packed.numel).view(param->sizes());
+      at::Tensor leaf = param->unsharded();
+      leaf.set_data(view.variable_data());
+      param->set_published(buffers.column ? view : at::Tensor());
+    }
+    if (buffers.column && !buffers.compute.is_same(buffers.master)) resident_bytes_ += bytes_of(buffers.compute);
+    resident_bytes_ += bytes_of(buffers.master);
+  }
+  gather_bytes_ = bytes_of(gather_);
+  resize_storage(gather_, 0);
+  ledger_.add(resident_bytes_);
+  refresh_published();
+}
+
+GroupBuffers::~GroupBuffers() {
+  ledger_.add(-resident_bytes_);
+  if (gather_.storage().nbytes() != 0) ledger_.add(-gather_bytes_);
+}
+
+void GroupBuffers::place_masters(const plan::Segment& segment, SegmentBuffers& buffers,
+                                 const std::vector<DedicatedParamPtr>& members) {
+  const auto& first = members[static_cast<size_t>(segment.matrices.front().matrix)];
+  buffers.master = at::zeros({segment.numel}, gather_.options().dtype(first->registered().scalar_type()));
+  for (const auto& packed : segment.matrices) {
+    const auto& param = members[static_cast<size_t>(packed.matrix)];
+    auto view = buffers.master.narrow(0, packed.offset, packed.numel).view(param->sizes());
+    view.copy_(param->registered());
+    at::Tensor leaf = param->registered();
+    leaf.set_data(view.variable_data());
+    owned_.push_back({param, view});
+  }
+}
+
+std::vector<OwnerSegment> GroupBuffers::broadcast_segments() const {
+  std::vector<OwnerSegment> segments;
+  segments.reserve(segments_.size());
+  for (const auto& segment : segments_) segments.push_back({segment.root, segment.compute});
+  return segments;
+}
+
+void GroupBuffers::refresh_published() {
+  relink_masters();
+  for (const auto& segment : segments_) {
+    if (segment.owned && !segment.compute.is_same(segment.master)) segment.compute.copy_(segment.master);
+  }
+}
+
+// `p.data = other` leaves the packed master behind: take the new values and move the parameter back.
+void GroupBuffers::relink_masters() {
+  for (const auto& owned : owned_) {
+    at::Tensor leaf = owned.param->registered();
+    if (leaf.data_ptr() == owned.master.data_ptr()) continue;
+    owned.master.copy_(leaf.variable_data());
+    leaf.set_data(owned.master.variable_data());
+  }
+}
+
+void GroupBuffers::allocate_gather() {
+  if (gather_bytes_ == 0 || gather_.storage().nbytes() != 0) return;
+  resize_storage(gather_, gather_bytes_);
+  ledger_.add(gather_bytes_);
+}
+
+void GroupBuffers::release_gather() {
+  if (gather_bytes_ == 0 || gather_.storage().nbytes() == 0) return;
+  resize_storage(gather_, 0);
+  ledger_.add(-gather_bytes_);
+}
+
+}  // namespace dmuon

@@ -1,0 +1,260 @@
+#include "dmuon/runtime.h"
+
+#include <numeric>
+#include <set>
+
+#include "runtime/autograd_hooks.h"
+#include "runtime/memory_ledger.h"
+#include "runtime/passes.h"
+
+namespace dmuon {
+namespace {
+
+std::vector<int> backward_gather_order(const std::vector<GroupSpec>& groups) {
+  std::vector<int> order(groups.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int a, int b) {
+    return groups[static_cast<size_t>(a)].exit_order > groups[static_cast<size_t>(b)].exit_order;
+  });
+  return order;
+}
+
+std::vector<int> reverse_order(size_t count) {
+  std::vector<int> order(count);
+  std::iota(order.rbegin(), order.rend(), 0);
+  return order;
+}
+
+std::int64_t gradient_bytes(const std::vector<DedicatedParamPtr>& params) {
+  std::int64_t bytes = 0;
+  for (const auto& param : params) {
+    for (const auto* leaf : {&param->registered(), &param->unsharded()}) {
+      if (leaf->grad().defined()) bytes += static_cast<std::int64_t>(leaf->grad().nbytes());
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
+
+Runtime::Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<GroupSpec> groups, RuntimeComms comms,
+                 c10::Device device, RuntimeOptions options)
+    : plan_(std::move(plan)),
+      rank_{comms.gather->rank(), 0},
+      backward_gather_order_(backward_gather_order(groups)),
+      reduce_order_(reverse_order(groups.size())),
+      comms_(std::move(comms)),
+      device_(device),
+      options_(options),
+      compute_dtype_(options.param_dtype.value_or(params.at(0).unsharded.scalar_type())),
+      gather_stream_(device, StreamPriority::kHigh),
+      reduce_stream_(device, StreamPriority::kHigh),
+      ledger_(std::make_unique<MemoryLedger>([this] { return gradient_bytes(params_); })),
+      sync_groups_(groups.size(), true),
+      divide_factor_(plan_.mesh.slots()) {
+  TORCH_CHECK_VALUE(params.size() == plan_.matrices.size(), "[dmuon.runtime] the plan has ", plan_.matrices.size(),
+                    " matrices, but ", params.size(), " parameters were given");
+  check_inputs(groups);
+  for (size_t i = 0; i < params.size(); ++i) {
+    params_.push_back(c10::make_intrusive<DedicatedParam>(std::move(params[i]), plan_.owners[i], rank_));
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    std::vector<DedicatedParamPtr> members(params_.size());
+    for (const int i : groups[g].members) members[static_cast<size_t>(i)] = params_[static_cast<size_t>(i)];
+    groups_.push_back(c10::make_intrusive<DedicatedParamGroup>(
+        groups[g].name, static_cast<int>(g), plan::make_group_layout(plan_, groups[g].members), std::move(members)));
+    groups_.back()->reshard_after_forward = options_.reshard_after_forward;
+  }
+}
+
+Runtime::~Runtime() {
+  forward_.reset();
+  groups_.clear();  // buffers report to the ledger
+}
+
+void Runtime::check_inputs(const std::vector<GroupSpec>& groups) const {
+  std::set<int> seen;
+  for (const auto& group : groups) {
+    TORCH_CHECK_VALUE(!group.members.empty(), "[dmuon.runtime] group '", group.name, "' has no matrix");
+    for (const int i : group.members) {
+      TORCH_CHECK_VALUE(seen.insert(i).second, "[dmuon.runtime] matrix ", i, " is in more than one group");
+    }
+  }
+  TORCH_CHECK_VALUE(seen.size() == plan_.matrices.size(), "[dmuon.runtime] ", plan_.matrices.size() - seen.size(),
+                    " matrices are in no group");
+  TORCH_CHECK_VALUE(comms_.gather->size() == plan_.mesh.shard, "[dmuon.runtime] the plan is for ", plan_.mesh.shard,
+                    " shard ranks, the communicator has ", comms_.gather->size());
+}
+
+void Runtime::materialize() {
+  if (materialized_) return;
+  for (const auto& param : params_) {
+    TORCH_CHECK(!param->is_owner() || !param->registered().is_meta(), "[dmuon.runtime] parameter '", param->name(),
+                "' is still on the meta device on its owner (shard ", param->owner().shard,
+                "): call model.to_empty(device=...) and initialise the model before the first forward or step.");
+  }
+  for (const auto& group : groups_) group->materialize(rank_, device_, compute_dtype_, *ledger_);
+  materialized_ = true;
+}
+
+void Runtime::rebind(int matrix, at::Tensor registered) {
+  auto& param = *params_.at(static_cast<size_t>(matrix));
+  TORCH_CHECK(registered.scalar_type() == param.registered().scalar_type(), "[dmuon.runtime] parameter '", param.name(),
+              "': the master's dtype is ", param.registered().scalar_type(), " and cannot become ",
+              registered.scalar_type(), ". Choose the compute dtype with mp_policy instead.");
+  param.replace_registered(std::move(registered));
+  materialized_ = false;
+}
+
+// ---- forward ----------------------------------------------------------------------------------------------------
+
+void Runtime::begin_forward() {
+  if (in_backward()) return;
+  materialize();
+  recover();
+  forward_ = std::make_unique<ForwardPass>();
+  forward_->grad = at::GradMode::is_enabled();
+  for (const auto& group : groups_) group->compute_depth = 0;
+}
+
+void Runtime::end_forward(const std::vector<at::Tensor>& outputs) {
+  if (at::GradMode::is_enabled()) watch_root_outputs(RuntimePtr::unsafe_reclaim_from_nonowning(this), outputs);
+  if (in_backward() || !forward_) return;
+  while (forward_->next_gather < groups_.size()) gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+  for (const auto& group : groups_) {
+    if (keeps_after_forward(*group)) {
+      group->kept_for_backward = true;
+    } else if (!group->kept_for_backward && group->compute_depth == 0) {
+      group->release();
+    }
+  }
+  forward_.reset();
+}
+
+std::vector<at::Tensor> Runtime::pre_forward(int index, const std::vector<at::Tensor>& inputs) {
+  auto& group = *groups_.at(static_cast<size_t>(index));
+  ++group.compute_depth;
+  group.touched = true;
+  if (in_backward()) {
+    group.untracked_forwards = std::max(0, group.untracked_forwards - 1);
+    gather_for_backward(*begin_backward(), group);
+  } else {
+    if (!at::GradMode::is_enabled() && forward_ && forward_->grad) ++group.untracked_forwards;
+    gather_for_forward(group);
+  }
+  return enter_graph(group, inputs);
+}
+
+void Runtime::gather(DedicatedParamGroup& group, bool refresh) {
+  const c10::InferenceMode normal(false);
+  group.begin_gather(*comms_.gather, gather_stream_, refresh);
+  ledger_->observe();
+}
+
+void Runtime::gather_for_forward(DedicatedParamGroup& group) {
+  if (!forward_) {  // a submodule called on its own: every rank is expected to do the same
+    materialize();
+    recover();
+    if (group.compute_depth == 1) gather(group, /*refresh=*/true);
+    group.wait_gather();
+    return;
+  }
+  while (forward_->next_gather <= static_cast<size_t>(group.index())) {
+    gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+  }
+  if (group.state() == GroupState::kSharded) gather(group, /*refresh=*/true);  // used before in this pass, and freed
+  group.wait_gather();
+  if (forward_->next_gather < groups_.size()) gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+}
+
+std::vector<at::Tensor> Runtime::enter_graph(DedicatedParamGroup& group, std::vector<at::Tensor> inputs) {
+  if (options_.cast_forward_inputs) {
+    for (auto& input : inputs) {
+      if (input.is_floating_point()) input = input.to(compute_dtype_);
+    }
+  }
+  if (!at::GradMode::is_enabled()) return inputs;
+  const auto use = c10::make_intrusive<GroupUse>(group.index());
+  group.uses.emplace_back(use);
+  group.entered.push_back(use);
+  std::vector<at::Tensor> watched;
+  for (const auto& input : inputs) {
+    if (input.requires_grad()) watched.push_back(input);
+  }
+  if (watched.empty()) return inputs;
+  watched = watch_inputs(RuntimePtr::unsafe_reclaim_from_nonowning(this), use, watched);
+  size_t next = 0;
+  for (auto& input : inputs) {
+    if (input.requires_grad()) input = watched[next++];
+  }
+  return inputs;
+}
+
+bool Runtime::keeps_after_forward(const DedicatedParamGroup& group) const {
+  const bool grad = forward_ ? forward_->grad : at::GradMode::is_enabled();
+  return grad && !group.reshard_after_forward;
+}
+
+void Runtime::post_forward(int index, const std::vector<at::Tensor>& outputs) {
+  auto& group = *groups_.at(static_cast<size_t>(index));
+  group.compute_depth = std::max(0, group.compute_depth - 1);
+  if (at::GradMode::is_enabled() && !group.entered.empty()) {
+    watch_outputs(RuntimePtr::unsafe_reclaim_from_nonowning(this), group.entered.back(), outputs);
+    group.entered.pop_back();
+  }
+  if (in_backward() || group.compute_depth > 0 || group.kept_for_backward) return;
+  if (!keeps_after_forward(group)) {
+    group.release();
+  } else if (!forward_) {
+    group.kept_for_backward = true;
+  }
+}
+
+// ---- controls and diagnostics -----------------------------------------------------------------------------------
+
+void Runtime::set_requires_gradient_sync(bool enabled, std::optional<int> group) {
+  if (group) {
+    sync_groups_.at(static_cast<size_t>(*group)) = enabled;
+    return;
+  }
+  sync_groups_.assign(groups_.size(), enabled);
+}
+
+void Runtime::set_reshard_after_forward(bool enabled, std::optional<int> group) {
+  for (const auto& each : groups_) {
+    if (!group || *group == each->index()) each->reshard_after_forward = enabled;
+  }
+}
+
+void Runtime::set_gradient_divide_factor(double factor) {
+  TORCH_CHECK_VALUE(factor > 0.0, "[dmuon.runtime] the gradient divide factor must be positive, got ", factor);
+  divide_factor_ = factor;
+}
+
+void Runtime::clear_accumulated() {
+  for (const auto& group : groups_) group->accumulated.assign(group->params().size(), at::Tensor());
+}
+
+void Runtime::check_invariants() const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const auto& param = *params_[i];
+    const auto where = [&] {
+      return c10::str("parameter '", param.name(), "' on rank (shard ", rank_.shard, ", replicate ", rank_.replicate,
+                      "), owner (shard ", param.owner().shard, ", replicate ", param.owner().replicate, "): ");
+    };
+    TORCH_CHECK(param.owner() == plan_.owners[i] && param.is_owner() == (plan_.owners[i] == rank_),
+                "[dmuon] I1: ", where(), "is_owner disagrees with the plan");
+    TORCH_CHECK(param.is_owner() || param.registered().is_meta(), "[dmuon] I1: ", where(),
+                "a rank that is not the owner holds the master's memory");
+    TORCH_CHECK(!materialized_ || param.is_row_owner() == param.owned_data().defined(), "[dmuon] I2: ", where(),
+                "_owned_data must exist on the owner's column and nowhere else");
+    TORCH_CHECK(param.is_owner() || !param.registered().grad().defined(), "[dmuon] I3: ", where(),
+                "only the owner may hold a reduced gradient");
+  }
+}
+
+std::int64_t Runtime::live_bytes() const { return ledger_->live(); }
+std::int64_t Runtime::peak_bytes() const { return ledger_->peak(); }
+void Runtime::track_memory() { ledger_->enable(); }
+
+}  // namespace dmuon

@@ -1,0 +1,179 @@
+// Runtime's backward half: when gathers and reductions of a backward pass go out, and how a pass ends.
+#include <torch/csrc/autograd/engine.h>
+
+#include <chrono>
+#include <thread>
+
+#include "dmuon/runtime.h"
+#include "runtime/autograd_hooks.h"
+#include "runtime/memory_ledger.h"
+#include "runtime/passes.h"
+
+namespace dmuon {
+namespace {
+
+// How long a host waits for a reduction before it offers its peers the next gather (drain_reduction).
+constexpr auto kPatience = std::chrono::milliseconds(100);
+
+void forget_dead(std::vector<c10::weak_intrusive_ptr<GroupUse>>& uses) {
+  std::erase_if(uses, [](const auto& use) { return use.expired(); });
+}
+
+}  // namespace
+
+std::shared_ptr<BackwardPass> Runtime::begin_backward() {
+  if (auto pass = backward_.lock()) return pass;
+  recover();
+  auto pass = std::make_shared<BackwardPass>(++pass_count_, groups_.size());
+  const auto self = RuntimePtr::unsafe_reclaim_from_nonowning(this);
+  torch::autograd::Engine::get_default_engine().queue_callback([self, pass] { self->finish_backward(*pass); });
+  backward_ = pass;
+  backward_open_ = true;
+  return pass;
+}
+
+void Runtime::pre_backward(GroupUse& use) {
+  TORCH_CHECK(!at::GradMode::is_enabled(), "[dmuon.runtime] backward(create_graph=True) through group '",
+              groups_[static_cast<size_t>(use.group)]->name(),
+              "': gradients of gradients of dedicated matrices are not supported. Leave them out of the predicate.");
+  const auto pass = begin_backward();
+  use.started_pass = pass->id;
+  gather_for_backward(*pass, *groups_[static_cast<size_t>(use.group)]);
+}
+
+void Runtime::post_backward(GroupUse& use) {
+  const auto pass = begin_backward();
+  use.finished_pass = pass->id;
+  const auto& group = *groups_[static_cast<size_t>(use.group)];
+  if (!complete(group, pass->id)) return;
+  pass->ready[static_cast<size_t>(use.group)] = true;
+  advance_reductions(*pass, /*all=*/false);
+}
+
+bool Runtime::issue_next_backward_gather(BackwardPass& pass) {
+  while (pass.next_gather < backward_gather_order_.size()) {
+    auto& group = *groups_[static_cast<size_t>(backward_gather_order_[pass.next_gather++])];
+    if (group.kept_for_backward) continue;
+    gather(group, /*refresh=*/false);
+    return true;
+  }
+  return false;
+}
+
+void Runtime::gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group) {
+  const auto is_it = [&](int index) { return index == group.index(); };
+  const auto position =
+      static_cast<size_t>(std::find_if(backward_gather_order_.begin(), backward_gather_order_.end(), is_it) -
+                          backward_gather_order_.begin());
+  const bool first_time = pass.next_gather <= position;
+  while (pass.next_gather <= position && issue_next_backward_gather(pass)) {
+  }
+  if (group.state() == GroupState::kSharded) gather(group, /*refresh=*/false);  // used before in this pass, and freed
+  group.wait_gather();
+  if (first_time) issue_next_backward_gather(pass);
+}
+
+bool Runtime::complete(const DedicatedParamGroup& group, std::int64_t pass) const {
+  if (group.untracked_forwards > 0) return false;
+  return std::none_of(group.uses.begin(), group.uses.end(), [&](const auto& weak) {
+    const auto use = weak.lock();
+    return use && use->open(pass);
+  });
+}
+
+bool Runtime::skippable(const DedicatedParamGroup& group) {
+  return !group.touched &&
+         std::all_of(group.uses.begin(), group.uses.end(), [](const auto& use) { return use.expired(); });
+}
+
+void Runtime::advance_reductions(BackwardPass& pass, bool all) {
+  while (pass.next_reduction < reduce_order_.size()) {
+    const auto index = static_cast<size_t>(reduce_order_[pass.next_reduction]);
+    auto& group = *groups_[index];
+    if (!all && !pass.ready[index] && !skippable(group)) return;
+    ++pass.next_reduction;
+    pass.reduced[index] = true;
+    reduce(pass, group);
+  }
+}
+
+void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
+  if (group.trainable()) {
+    if (sync_groups_[static_cast<size_t>(group.index())]) {
+      drain_reduction(pass);
+      const ReduceOptions options{reduce_dtype(), divide_factor_};
+      pass.outstanding =
+          std::make_unique<GradientReduction>(group, rank_, *comms_.reduce, reduce_stream_, options, *ledger_);
+    } else {
+      accumulate_gradients(group, reduce_dtype());
+    }
+  }
+  if (group.state() == GroupState::kUnsharded && group.compute_depth == 0) group.release();
+}
+
+// A host that blocks here may be what a peer in another branch is waiting for: it needs a gather that this rank has not
+// issued yet.  Gathers have a communicator and a fixed order of their own, so offering the next one early is always
+// right.
+void Runtime::drain_reduction(BackwardPass& pass) {
+  if (!pass.outstanding) return;
+  auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (!pass.outstanding->ready()) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      if (!issue_next_backward_gather(pass)) break;
+      deadline = std::chrono::steady_clock::now() + kPatience;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  ledger_->observe();
+  pass.outstanding->finish();
+  pass.outstanding.reset();
+}
+
+void Runtime::finish_backward(BackwardPass& pass) {
+  const at::NoGradGuard no_grad;
+  while (issue_next_backward_gather(pass)) {
+  }
+  check_no_late_gradient(pass);
+  advance_reductions(pass, /*all=*/true);
+  drain_reduction(pass);
+  for (const auto& group : groups_) {
+    group->kept_for_backward = false;
+    group->touched = false;
+    group->untracked_forwards = 0;
+    forget_dead(group->uses);
+    if (group->compute_depth == 0) group->release();
+  }
+  backward_.reset();
+  backward_open_ = false;
+}
+
+void Runtime::check_no_late_gradient(const BackwardPass& pass) const {
+  for (const auto& group : groups_) {
+    if (!pass.reduced[static_cast<size_t>(group->index())]) continue;
+    for (const auto& param : group->params()) {
+      TORCH_CHECK(
+          !param->unsharded().grad().defined(), "[dmuon.runtime] parameter '", param->name(),
+          "' got a gradient after its group '", group->name(),
+          "' had been reduced in this backward: the module was used in a way dmuon did not see. Call it through "
+          "its hook module, or choose another hook boundary.");
+    }
+  }
+}
+
+// After an exception in a backward: forget its gradients, as a failed backward leaves none, and free what it held.
+void Runtime::recover() {
+  if (!backward_open_ || backward_.lock()) return;
+  for (const auto& group : groups_) {
+    for (const auto& param : group->params()) param->unsharded().mutable_grad() = at::Tensor();
+    group->kept_for_backward = false;
+    group->touched = false;
+    group->untracked_forwards = 0;
+    group->compute_depth = 0;
+    group->entered.clear();
+    forget_dead(group->uses);
+    group->release();
+  }
+  backward_open_ = false;
+}
+
+}  // namespace dmuon

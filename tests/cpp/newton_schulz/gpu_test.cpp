@@ -1,0 +1,154 @@
+// The CUDA path.  Without a GPU these skip, or fail when DMUON_REQUIRE_GPU=1.
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/stack.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <string_view>
+
+#include "dmuon/newton_schulz.h"
+#include "newton_schulz/matrices.h"
+#include "newton_schulz/normalize.h"
+
+namespace dmuon {
+namespace {
+
+using testing::Matrices;
+using testing::reference_polynomial;
+using testing::relative_error;
+using testing::same_bits;
+
+constexpr double kHalfRounding = 1.0 / 2048.0;
+
+class NewtonSchulzOnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (at::hasCUDA()) return;
+    const char* required = std::getenv("DMUON_REQUIRE_GPU");
+    if (required != nullptr && std::string_view(required) == "1") FAIL() << "DMUON_REQUIRE_GPU=1, but there is no GPU";
+    GTEST_SKIP() << "no GPU";
+  }
+};
+
+at::Tensor orthogonalize(const at::Tensor& x, const NsOptions& options) { return newton_schulz({x}, options)[0].cpu(); }
+
+std::vector<at::Tensor> gaussians(Matrices& make, int count, std::int64_t rows, std::int64_t cols) {
+  std::vector<at::Tensor> list;
+  for (int i = 0; i < count; ++i) list.push_back(make.gaussian(rows, cols).to(at::kCUDA));
+  return list;
+}
+
+// Shapes: one block and many, whole vectors and a tail, more matrices than one launch takes.
+TEST_F(NewtonSchulzOnGpu, FusedNormalisationAgreesWithAten) {
+  Matrices make(31);
+  for (const auto& [rows, cols] : {std::pair{1, 1}, {3, 5}, {64, 64}, {100, 333}, {1111, 1237}}) {
+    for (const double scale : {1.0, 1e-20, 1e20}) {
+      std::vector<at::Tensor> list = gaussians(make, 3, rows, cols);
+      for (at::Tensor& x : list) x.mul_(scale);
+      const at::Tensor found = normalize_to_half_batch(list, 4);
+      const at::Tensor expected = normalize(at::stack(list), at::kFloat, 4);
+      EXPECT_EQ(found.scalar_type(), at::kHalf);
+      const at::Tensor error = (found.to(at::kFloat) - expected).abs() - kHalfRounding * expected.abs();
+      EXPECT_LE(error.max().item<double>(), 6e-8) << rows << " x " << cols << " * " << scale;
+    }
+  }
+}
+
+TEST_F(NewtonSchulzOnGpu, NormalisationGivesTheSameBitsAtAnyPlaceAndAlignment) {
+  Matrices make(32);
+  std::vector<at::Tensor> list = gaussians(make, 200, 17, 31);
+  const at::Tensor odd = make.gaussian(1, 17 * 31 + 1).to(at::kCUDA);
+  odd[0].narrow(0, 1, 17 * 31).copy_(list[0].flatten());
+  list.push_back(odd[0].narrow(0, 1, 17 * 31).view({17, 31}));  // not 16-byte aligned
+  const at::Tensor found = normalize_to_half_batch(list, 4);
+  EXPECT_TRUE(same_bits(found[200], found[0]));
+  for (const int i : {0, 1, 127, 128, 199})
+    EXPECT_TRUE(same_bits(normalize_to_half_batch({list[i]}, 4)[0], found[i])) << i;
+  for (at::Tensor& x : list) x = x * std::ldexp(1.0, -40);
+  EXPECT_TRUE(same_bits(normalize_to_half_batch(list, 4), found));
+}
+
+TEST_F(NewtonSchulzOnGpu, MeetsTheCriteriaOnTheStressSpectra) {
+  for (const testing::Spectrum& spectrum : testing::stress_spectra(512, 1408)) {
+    for (const char* backend : {"gram", "gram_accurate", "standard"}) {
+      const NsOptions options = make_ns_options(backend, 5, "polar_express");
+      const bool gram = std::string_view(backend) == "gram";
+      const at::Tensor exact = reference_polynomial(spectrum.matrix, options.coefficients);
+      for (const double scale : {1.0, 1e-42, 1e26}) {
+        SCOPED_TRACE(spectrum.name + " " + backend + " * " + std::to_string(scale));
+        const at::Tensor found = orthogonalize((spectrum.matrix * scale).to(at::kCUDA), options);
+        ASSERT_TRUE(found.isfinite().all().item<bool>());
+        if (scale < 1e-40) continue;  // the subnormal input itself is rounded
+        EXPECT_LE(testing::spectral_norm(found), testing::spectral_norm(exact) + (gram ? 0.06 : 0.01));
+        if (spectrum.condition > 0.0 || spectrum.name == "gaussian") {
+          EXPECT_LE(relative_error(found, exact), gram ? 5e-2 : 2e-2);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(NewtonSchulzOnGpu, TakesTallSquareAndSmallMatrices) {
+  Matrices make(33);
+  const NsOptions options = make_ns_options("gram", 5, "polar_express");
+  for (const auto& [rows, cols] : {std::pair{1408, 512}, {512, 512}, {9, 7}, {1, 33}, {1, 1}}) {
+    const at::Tensor x = make.gaussian(rows, cols);
+    const at::Tensor exact = reference_polynomial(x, options.coefficients);
+    EXPECT_LE(relative_error(orthogonalize(x.to(at::kCUDA), options), exact), 5e-2) << rows << " x " << cols;
+  }
+}
+
+TEST_F(NewtonSchulzOnGpu, GivesTheSameBitsAtAnyPlaceInItsBatch) {
+  Matrices make(34);
+  for (const auto& [rows, cols] : {std::pair{256, 704}, {256, 256}}) {
+    const NsOptions options = make_ns_options("gram", 5, "polar_express");
+    std::vector<at::Tensor> list = gaussians(make, 6, rows, cols);
+    const std::vector<at::Tensor> found = newton_schulz(list, options);
+    std::reverse(list.begin(), list.end());
+    const std::vector<at::Tensor> reversed = newton_schulz(list, options);
+    for (std::size_t i = 0; i < list.size(); ++i) EXPECT_TRUE(same_bits(found[i], reversed[list.size() - 1 - i])) << i;
+  }
+}
+
+TEST_F(NewtonSchulzOnGpu, GivesTheSameBitsInABatchOfAnySize) {
+  Matrices make(35);
+  for (const auto& [rows, cols] : {std::pair{256, 704}, {256, 256}, {1024, 1024}, {1024, 4096}}) {
+    const NsOptions options = make_ns_options("gram", 5, "polar_express");
+    const std::vector<at::Tensor> list = gaussians(make, 6, rows, cols);
+    const std::vector<at::Tensor> found = newton_schulz(list, options);
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      EXPECT_TRUE(same_bits(orthogonalize(list[i], options), found[i].cpu())) << rows << " x " << cols << ", " << i;
+    }
+  }
+}
+
+TEST_F(NewtonSchulzOnGpu, KeepsNanAndInfInTheirMatrix) {
+  Matrices make(36);
+  std::vector<at::Tensor> list = gaussians(make, 4, 64, 176);
+  const NsOptions options = make_ns_options("gram", 5, "polar_express");
+  const std::vector<at::Tensor> clean = newton_schulz(list, options);
+  list[1][3][7] = std::nan("");
+  list[2][0][0] = std::numeric_limits<float>::infinity();
+  const std::vector<at::Tensor> found = newton_schulz(list, options);
+  EXPECT_TRUE(same_bits(found[0], clean[0]));
+  EXPECT_FALSE(found[1].isfinite().all().item<bool>());
+  EXPECT_FALSE(found[2].isfinite().all().item<bool>());
+  EXPECT_TRUE(same_bits(found[3], clean[3]));
+}
+
+TEST_F(NewtonSchulzOnGpu, TakesEveryDtype) {
+  const NsOptions options = make_ns_options("gram", 5, "polar_express");
+  const at::Tensor x = Matrices(37).gaussian(64, 176);
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    const at::Tensor found = orthogonalize(x.to(dtype).to(at::kCUDA), options);
+    EXPECT_EQ(found.scalar_type(), dtype);
+    EXPECT_LE(relative_error(found, reference_polynomial(x.to(dtype), options.coefficients)), 5e-2) << dtype;
+  }
+}
+
+}  // namespace
+}  // namespace dmuon

@@ -1,0 +1,46 @@
+#include <gtest/gtest.h>
+
+#include "dmuon/plan.h"
+
+namespace dmuon::plan {
+namespace {
+
+TEST(CostModel, CountsStandardBelowAspect) {
+  const CostModel cost;
+  EXPECT_DOUBLE_EQ(cost.flops(10, 10), 5 * (4 * 1000 + 2 * 1000));
+  EXPECT_DOUBLE_EQ(cost.flops(10, 12), 5 * (4 * 1200 + 2 * 1000));
+}
+
+TEST(CostModel, CountsGramWithOneRestart) {
+  const CostModel cost;
+  EXPECT_DOUBLE_EQ(cost.flops(10, 13), 8 * 1300 + 28 * 1000);
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 8 * 4000 + 28 * 1000);
+}
+
+TEST(CostModel, CountsGramForOtherStepCounts) {
+  CostModel cost;
+  cost.ns_steps = 3;  // segments of 2 and 1 steps: 5 and 1 products
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 8 * 4000 + 12 * 1000);
+  cost.ns_steps = 2;  // one segment
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 4 * 4000 + 10 * 1000);
+  cost.ns_steps = 1;
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 4 * 4000 + 2 * 1000);
+}
+
+TEST(CostModel, IgnoresOrientation) {
+  const CostModel cost;
+  EXPECT_EQ(cost.flops(512, 2048), cost.flops(2048, 512));
+  EXPECT_EQ(cost.seconds(512, 2048), cost.seconds(2048, 512));
+}
+
+TEST(CostModel, AddsElementwiseAndConstantTime) {
+  CostModel cost;
+  cost.flops_per_second = 1e300;
+  cost.bytes_per_second = 100.0;
+  cost.elementwise_bytes = 50.0;
+  cost.seconds_per_matrix = 2.0;
+  EXPECT_DOUBLE_EQ(cost.seconds(10, 20), 200 * 50.0 / 100.0 + 2.0);
+}
+
+}  // namespace
+}  // namespace dmuon::plan

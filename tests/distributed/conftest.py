@@ -1,0 +1,83 @@
+"""Distributed tests: every rank of one launch runs the same tests in the same order.
+
+    torchrun --standalone --nproc-per-node 3 -m pytest tests/distributed
+
+Without torchrun the tests run on one rank.  Rank 0 reports; the other ranks print only their failures.  A failure on
+any rank fails the launch, and so does a hang (faulthandler_timeout in pyproject.toml; gloo gives up earlier).
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+class FailureReporter:
+    """Prints the failures of a rank that is not 0, at once: the launch may be stopped before the session ends."""
+
+    def __init__(self) -> None:
+        self.stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w", buffering=1)
+
+    def _print(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed:
+            self.stderr.write(f"\n== FAILED on rank {RANK}: {report.nodeid}\n{report.longreprtext}\n")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._print(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._print(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if RANK != 0:
+        config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+        config.pluginmanager.register(FailureReporter())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_group() -> Iterator[dist.ProcessGroup]:
+    """The default group: gloo, and NCCL beside it when every rank has a GPU."""
+    has_gpus = torch.cuda.device_count() >= WORLD_SIZE
+    if has_gpus:
+        torch.cuda.set_device(RANK)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+        timeout=COLLECTIVE_TIMEOUT,
+        **({} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}),
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def rank() -> int:
+    return RANK
+
+
+@pytest.fixture(scope="session")
+def world_size() -> int:
+    return WORLD_SIZE
+
+
+@pytest.fixture(scope="session")
+def mesh(process_group: dist.ProcessGroup) -> DeviceMesh:
+    """All ranks on one axis, on the CPU."""
+    return init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("shard",))
+
+
+@pytest.fixture(scope="session")
+def gpu_mesh(process_group: dist.ProcessGroup, require_gpus: Callable[[int], None]) -> DeviceMesh:
+    """All ranks on one axis, one GPU each; a test that asks for it counts as marked `gpu`."""
+    require_gpus(WORLD_SIZE)
+    return init_device_mesh("cuda", (WORLD_SIZE,), mesh_dim_names=("shard",))

@@ -1,0 +1,100 @@
+"""Builds the same model twice: dedicated and sharded over the mesh, and plain for the reference."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from reference import MuonSettings, Reference, TinyModel, is_matrix, relative_error
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import dmuon
+
+
+@dataclass
+class Setup:
+    """How the dedicated model is wrapped."""
+
+    z3: bool = True
+    dtype: torch.dtype | None = None
+    recipe: str = "a"
+    """"a": fully_shard on every layer and the root; "b": on the root only; "free": a, without the patch."""
+    settings: MuonSettings = field(default_factory=MuonSettings)
+    make: Callable[[], nn.Module] = TinyModel
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+
+    def wrap(self, model: nn.Module, mesh: DeviceMesh) -> dmuon.Assignment:
+        policy = self.policy if self.dtype else None
+        assignment = dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=self.z3, mp_policy=policy)
+        kwargs = {"mesh": mesh, "reshard_after_forward": self.z3, "mp_policy": self.policy}
+        if self.recipe == "free":
+            dmuon.uninstall_patch()
+            kwargs["ignored_params"] = set(assignment)
+        if self.recipe != "b":
+            for layer in model.layers:
+                fully_shard(layer, **kwargs)
+        fully_shard(model, **kwargs)
+        dmuon.install_patch()
+        return assignment
+
+    def build(self, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon, Reference]:
+        torch.manual_seed(0)
+        model = self.make()
+        reference = Reference(copy.deepcopy(model), self.settings, self.dtype)
+        self.wrap(model, mesh)
+        s = self.settings
+        optimizer = dmuon.Muon(
+            model, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay, nesterov=s.nesterov, adamw_lr=s.adamw_lr
+        )
+        return model, optimizer, reference
+
+
+def check_invariants(model: nn.Module) -> None:
+    model._dmuon.runtime.check_invariants()
+    for param in dmuon.get_dedicated_params(model):
+        assert param.is_owner == (not param.parameter.is_meta), f"I1: {param}"
+        assert (param._owned_data is not None) == param.is_owner, f"I2: {param}"
+        assert param.is_owner or param._reduced_grad is None, f"I3: {param}"
+
+
+def full_values(model: nn.Module, grads: bool = False) -> dict[str, torch.Tensor | None]:
+    """What this rank can know in full: its own matrices, and all FSDP2 parameters."""
+    values: dict[str, torch.Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if grads else parameter
+        if isinstance(parameter, DTensor):
+            values[name] = tensor.full_tensor().detach() if tensor is not None else None
+        elif not parameter.is_meta:
+            values[name] = tensor.detach() if tensor is not None else None
+    return values
+
+
+def align(model: nn.Module, reference: Reference) -> None:
+    """Gives the reference the model's present values, so that low-precision rounding cannot drift apart over steps."""
+    values = full_values(model)
+    dedicated = {param.parameter: param.owner_rank for param in dmuon.get_dedicated_params(model)}
+    names = {name: parameter for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, target in reference.model.named_parameters():
+            if name in values:
+                target.copy_(values[name])
+            if names[name] in dedicated:
+                dist.broadcast(target, src=dedicated[names[name]])
+
+
+def assert_same(model: nn.Module, reference: Reference, tolerance: float = 1e-6, grads: bool = False) -> None:
+    expected = dict(reference.model.named_parameters())
+    for name, value in full_values(model, grads).items():
+        wanted = expected[name].grad if grads else expected[name].detach()
+        if wanted is None or value is None:
+            assert wanted is None and value is None, f"{name}: got {value}, expected {wanted}"
+            continue
+        error = relative_error(value, wanted)
+        assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
