@@ -61,6 +61,7 @@ def dedicate_params(
     )
 
     _take_first_ranks_values(gather, model, device)
+    gather.reset_stats()
     reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device)
     registered, unsharded = _make_parameters(matrices, plan, mesh.get_local_rank(), policy.param_dtype, device)
     options = (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs, reshard_after_forward)

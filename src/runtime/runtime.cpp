@@ -164,7 +164,10 @@ void Runtime::gather_for_forward(DedicatedParamGroup& group) {
   }
   if (group.state() == GroupState::kSharded) gather(group, /*refresh=*/true);  // used before in this pass, and freed
   group.wait_gather();
-  if (forward_->next_gather < groups_.size()) gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+  const bool prefetched = forward_->next_gather > static_cast<size_t>(group.index()) + 1;
+  if (!prefetched && forward_->next_gather < groups_.size()) {
+    gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+  }
 }
 
 std::vector<at::Tensor> Runtime::enter_graph(DedicatedParamGroup& group, std::vector<at::Tensor> inputs) {

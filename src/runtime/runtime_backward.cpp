@@ -65,12 +65,12 @@ void Runtime::gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group
   const auto position =
       static_cast<size_t>(std::find_if(backward_gather_order_.begin(), backward_gather_order_.end(), is_it) -
                           backward_gather_order_.begin());
-  const bool first_time = pass.next_gather <= position;
   while (pass.next_gather <= position && issue_next_backward_gather(pass)) {
   }
   if (group.state() == GroupState::kSharded) gather(group, /*refresh=*/false);  // used before in this pass, and freed
   group.wait_gather();
-  if (first_time) issue_next_backward_gather(pass);
+  const bool prefetched = pass.next_gather > position + 1;
+  if (!prefetched) issue_next_backward_gather(pass);
 }
 
 bool Runtime::complete(const DedicatedParamGroup& group, std::int64_t pass) const {

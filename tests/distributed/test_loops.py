@@ -1,0 +1,317 @@
+"""Training loops people write, one function each: it runs on this rank's data over the mesh, and on every rank's data in
+the reference.  Three steps, so that a gradient lost in one step, or left over for the next, shows.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from reference import TinyModel, batch, loss_of
+from setup import Setup, assert_same, check_invariants
+from torch.utils.checkpoint import checkpoint
+
+import dmuon
+
+STEPS = 3
+
+
+class LoopModel(TinyModel):
+    """Runs its layers in an order the caller chooses, and returns nested outputs if asked."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=16, hidden=24, layers=4)
+
+    def forward(self, tokens, order=(0, 1, 2, 3), nested=False, reentrant=None):
+        x = self.embedding(tokens)
+        hidden = [x]
+        for index in order:
+            layer = self.layers[index]
+            x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+            hidden.append(x)
+        logits = self.head(x)
+        return {"logits": logits, "hidden": [tuple(hidden), None], "step": 3} if nested else logits
+
+
+def plain(call, data) -> None:
+    loss_of(call, data(0)).backward()
+
+
+def two_forwards_one_backward(call, data) -> None:
+    (loss_of(call, data(0)) + 0.5 * loss_of(call, data(1))).backward()
+
+
+def two_micro_batches(call, data) -> None:
+    loss_of(call, data(0)).backward()
+    loss_of(call, data(1)).backward()
+
+
+def retain_graph(call, data) -> None:
+    loss = loss_of(call, data(0))
+    loss.backward(retain_graph=True)
+    (0.5 * loss).backward()
+
+
+def layer_used_twice(call, data) -> None:
+    loss_of(lambda t: call(t, order=(0, 1, 1, 2, 3, 0)), data(0)).backward()
+
+
+def layer_skipped(call, data) -> None:
+    loss_of(lambda t: call(t, order=(0, 2)), data(0)).backward()
+
+
+def layers_in_another_order(call, data) -> None:
+    loss_of(lambda t: call(t, order=(3, 1, 2, 0)), data(0)).backward()
+
+
+def evaluation_between(call, data) -> None:
+    loss = loss_of(call, data(0))
+    with torch.no_grad():
+        loss_of(call, data(1))
+    with torch.inference_mode():
+        loss_of(call, data(2))
+    loss.backward()
+
+
+def discarded_forward(call, data) -> None:
+    loss_of(call, data(1))
+    loss_of(call, data(0)).backward()
+
+
+def nested_outputs(call, data) -> None:
+    out = call(data(0)[:, :-1], nested=True)
+    out["hidden"][0][-1].pow(2).mean().backward()
+
+
+def unused_output(call, data) -> None:
+    out = call(data(0)[:, :-1], nested=True)
+    out["hidden"][0][2].pow(2).mean().backward()
+
+
+def checkpoint_not_reentrant(call, data) -> None:
+    loss_of(lambda t: call(t, reentrant=False), data(0)).backward()
+
+
+def checkpoint_reentrant(call, data) -> None:
+    loss_of(lambda t: call(t, reentrant=True), data(0)).backward()
+
+
+def teacher_and_student(call, data) -> None:
+    with torch.no_grad():
+        target = call(data(0)[:, :-1])
+    (call(data(0)[:, :-1]) - 0.9 * target).pow(2).mean().backward()
+
+
+LOOPS: list[Callable] = [
+    plain, two_forwards_one_backward, two_micro_batches, retain_graph, layer_used_twice, layer_skipped,
+    layers_in_another_order, evaluation_between, discarded_forward, nested_outputs, unused_output,
+    checkpoint_not_reentrant, checkpoint_reentrant, teacher_and_student,
+]  # fmt: skip
+
+
+def run(mesh, rank: int, world_size: int, setup: Setup, loop: Callable, wrap: Callable = lambda model: None) -> None:
+    model, optimizer, reference = setup.build(mesh)
+    wrap(model)
+    for step in range(STEPS):
+        loop(model, lambda i, step=step: batch(10 * step + i, rank))
+        reference_step(reference, loop, step, world_size)
+        check_invariants(model)
+        assert {group.state for group in model._dmuon.groups} == {"sharded"}
+        assert_same(model, reference, tolerance=1e-5, grads=True)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert_same(model, reference, tolerance=2e-6)
+
+
+def reference_step(reference, loop: Callable, step: int, world_size: int) -> None:
+    for r in range(world_size):
+        loop(reference, lambda i, r=r: batch(10 * step + i, r))
+    for p in reference.model.parameters():
+        if p.grad is not None:
+            p.grad.div_(world_size)
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loop(mesh, rank, world_size, z3, loop):
+    run(mesh, rank, world_size, Setup(z3=z3, make=LoopModel, recipe="b"), loop)
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+def test_compiled_layers(mesh, rank, world_size, z3):
+    """Layers compiled in place before wrapping; the hooks stay outside the compiled code."""
+
+    class Compiled(LoopModel):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.layers:
+                layer.forward = torch.compile(layer.forward, backend="aot_eager")
+
+        def __deepcopy__(self, memo):
+            plain = LoopModel()
+            plain.load_state_dict(self.state_dict())
+            return plain
+
+    run(mesh, rank, world_size, Setup(z3=z3, make=Compiled, recipe="b"), plain)
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+def test_no_sync_keeps_gradients_back_and_sends_nothing(mesh, rank, world_size, z3):
+    model, optimizer, reference = Setup(z3=z3, make=LoopModel).build(mesh)
+    for step in range(STEPS):
+        dmuon.comm_stats(model, reset=True)
+        with dmuon.no_sync(model):
+            with dmuon.no_sync(model):  # leaving the inner one must not turn reductions on
+                loss_of(model, batch(10 * step, rank)).backward()
+            loss_of(model, batch(10 * step + 1, rank)).backward()
+        assert dmuon.comm_stats(model).reduce_calls == 0
+        assert all(param._reduced_grad is None for param in dmuon.get_dedicated_params(model))
+        loss_of(model, batch(10 * step + 2, rank)).backward()
+        assert dmuon.comm_stats(model).reduce_calls == (4 if world_size > 1 else 0)
+        for i in range(3):
+            losses = [loss_of(reference, batch(10 * step + i, r)) for r in range(world_size)]
+            reference.backward(losses, world_size)
+        assert_same(model, reference, tolerance=1e-5, grads=True)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert_same(model, reference, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "model"])
+def test_fsdp2s_own_control_reaches_dedicated_matrices(mesh, rank, world_size, name):
+    model, optimizer, reference = Setup(make=LoopModel).build(mesh)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch(0, rank)).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, batch(1, rank)).backward()
+    for i in range(2):
+        reference.backward([loss_of(reference, batch(i, r)) for r in range(world_size)], world_size)
+    assert_same(model, reference, tolerance=1e-5, grads=True)
+    (optimizer if name == "optimizer" else model).zero_grad()
+    assert all(param._reduced_grad is None for param in dmuon.get_dedicated_params(model))
+
+
+def test_zero_grad_drops_what_no_sync_kept_back(mesh, rank, world_size):
+    model, optimizer, reference = Setup(make=LoopModel, recipe="b").build(mesh)
+    with dmuon.no_sync(model):
+        (float("nan") * loss_of(model, batch(0, rank))).backward()
+    optimizer.zero_grad()
+    for group in _fsdp_accumulators(model):  # FSDP2 keeps its own until a synchronising backward
+        group.unsharded_accumulated_grad = None
+    loss_of(model, batch(1, rank)).backward()
+    reference.backward([loss_of(reference, batch(1, r)) for r in range(world_size)], world_size)
+    for param in dmuon.get_dedicated_params(model):
+        if param.is_owner:
+            expected = dict(reference.model.named_parameters())[param.name].grad
+            torch.testing.assert_close(param._reduced_grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def _fsdp_accumulators(model):
+    return [p for m in model.modules() if hasattr(m, "_get_fsdp_state")
+            for p in (m._get_fsdp_state()._fsdp_param_group.fsdp_params if m._get_fsdp_state()._fsdp_param_group else [])]  # fmt: skip
+
+
+class Branching(nn.Module):
+    """Experts behind the caller's choice; gradients of unused ones must be zero or absent, never stale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12, bias=False) for _ in range(5)])
+
+    def forward(self, x, chosen):
+        for index in chosen:
+            x = x + torch.tanh(self.layers[index](x))
+        return x
+
+
+def choose(seed: int, step: int, rank: int) -> list[int]:
+    """A random sequence of distinct experts: another set, in another order, on every rank and step; never empty."""
+    generator = torch.Generator().manual_seed(7919 * seed + 101 * step + rank)
+    count = int(torch.randint(1, 6, (1,), generator=generator))
+    return torch.randperm(5, generator=generator)[:count].tolist()
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_take_different_branches(mesh, rank, world_size, z3, seed):
+    """No hang; mean with zeros where some ranks used a matrix, None where nobody did."""
+    torch.manual_seed(0)
+    model = Branching()
+    weights = [layer.weight.detach().clone().requires_grad_() for layer in model.layers]
+    dmuon.dedicate_params(model, mesh, lambda n, p: True, reshard_after_forward=z3)
+    for step in range(4):
+        x = [torch.randn(3, 12, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world_size)]
+        model(x[rank], choose(seed, step, rank)).pow(2).mean().backward()
+        for r in range(world_size):
+            y = x[r]
+            for index in choose(seed, step, r):
+                y = y + torch.tanh(y @ weights[index].T)
+            y.pow(2).mean().backward()
+        for param, weight in zip(dmuon.get_dedicated_params(model), weights, strict=True):
+            if not param.is_owner:
+                assert param._reduced_grad is None
+            elif weight.grad is None:
+                assert param._reduced_grad is None, f"{param.name}: nobody used it"
+            else:
+                torch.testing.assert_close(param._reduced_grad, weight.grad / world_size, rtol=1e-4, atol=1e-7)
+            weight.grad = None
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_training_goes_on_after_an_exception(mesh, rank, world_size, z3, where):
+    model, optimizer, reference = Setup(z3=z3, make=LoopModel, recipe="free").build(mesh)
+
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if where == "forward":
+                raise MemoryError("boom")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise MemoryError("boom")
+
+    handle = model.layers[2].mix.register_forward_hook(lambda module, args, output: Boom.apply(output))
+    with pytest.raises(MemoryError):
+        only_dedicated(model)(batch(9, rank)[:, :-1]).sum().backward()
+    handle.remove()
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = None
+        dedicated = only_dedicated(model)
+        dedicated(batch(step, rank)[:, :-1]).sum().backward()
+        for r in range(world_size):
+            only_dedicated(reference.model)(batch(step, r)[:, :-1]).sum().backward()
+        for param in dmuon.get_dedicated_params(model):
+            if param.is_owner:
+                expected = dict(reference.model.named_parameters())[param.name].grad / world_size
+                torch.testing.assert_close(param._reduced_grad, expected, rtol=1e-4, atol=1e-6)
+        reference.zero_grad()
+        check_invariants(model)
+
+
+def only_dedicated(model) -> Callable:
+    """The dedicated matrices without FSDP2, which keeps a failed iteration's state."""
+
+    def call(tokens):
+        generator = torch.Generator().manual_seed(int(tokens.sum()))
+        x = torch.randn(*tokens.shape, 16, generator=generator, requires_grad=True)
+        runtime = model._dmuon.runtime if hasattr(model, "_dmuon") else None
+        if runtime is not None:
+            runtime.begin_forward()
+        try:
+            for layer in model.layers:
+                x = layer(x)
+        finally:
+            if runtime is not None:
+                runtime.end_forward([x])
+        return x
+
+    return call
