@@ -42,8 +42,4 @@ class Communicator {
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
-/// All ranks report their set-up error (or "") and a description of their input, one line per matrix.  Throws the same
-/// c10::ValueError on every rank if any rank has an error or the descriptions differ; names the rank and the parameter.
-void agree_on_inputs(Communicator& communicator, const std::string& error, const std::string& description);
-
 }  // namespace dmuon

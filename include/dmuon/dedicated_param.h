@@ -2,7 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/custom_class.h>
+#include <ATen/core/ivalue.h>
 
 #include <string>
 #include <vector>

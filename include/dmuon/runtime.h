@@ -138,6 +138,10 @@ class Runtime : public torch::CustomClassHolder {
 
 using RuntimePtr = c10::intrusive_ptr<Runtime>;
 
+/// All ranks report their set-up error (or "") and a description of their input, one line per matrix.  Throws the same
+/// c10::ValueError on every rank if any rank has an error or the descriptions differ; names the rank and the parameter.
+void agree_on_inputs(Communicator& communicator, const std::string& error, const std::string& description);
+
 /// Every tensor takes rank 0's values (set-up; blocks the host).  Tensors of any device and layout.
 void broadcast_from_first(Communicator& communicator, const std::vector<at::Tensor>& tensors, c10::Device device);
 

@@ -1,10 +1,10 @@
 """dmuon: matrix optimizers with dedicated ownership under FSDP2.
 
-    dmuon.dedicate_params(model, mesh, predicate=lambda name, p: p.ndim == 2 and "layers" in name)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = dmuon.Muon(model, lr=0.02)
+dmuon.dedicate_params(model, mesh, predicate=lambda name, p: p.ndim == 2 and "layers" in name)
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = dmuon.Muon(model, lr=0.02)
 """
 
 from ._library import load as _load

@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 
 from ._assignment import Assignment, compute_balanced_assignment
 from ._fsdp2 import share_controls
-from ._handles import Dedication, DedicatedParam, DedicatedParamGroup, attach, mark_dedicated
+from ._handles import DedicatedParam, DedicatedParamGroup, Dedication, attach, mark_dedicated
 from ._hooks import GroupHooks, attach_root_begin, attach_root_end, forbid_state_dict, guard_apply
 from ._select import Boundary, BoundaryPredicate, Matrix, Predicate, group_by_boundary, master_dtype, select
 
 
-def dedicate_params(
+def dedicate_params(  # noqa: PLR0913 (the public signature)
     model: nn.Module,
     mesh: DeviceMesh,
     predicate: Predicate,
@@ -34,8 +34,8 @@ def dedicate_params(
     not sharded yet take rank 0's values.  Call it before `fully_shard`, which then skips the dedicated parameters.
 
     mesh: 1-D, the ranks that share the data-parallel work.
-    reshard_after_forward: True frees gathered weights after forward and gathers them again in backward (Z3); False keeps
-        them until backward (Z2).
+    reshard_after_forward: True frees gathered weights after forward and gathers them again in backward (Z3); False
+        keeps them until backward (Z2).
     mp_policy: FSDP2's policy.  param_dtype: what is sent and computed with; reduce_dtype: what gradients are summed in;
         cast_forward_inputs, output_dtype: as in FSDP2, at the hook modules.  compute_dtype is short for param_dtype.
     hook_boundary_predicate: picks, for each parameter, the lowest module around it (itself included) that triggers
@@ -44,8 +44,8 @@ def dedicate_params(
     owner_strategy: "lpt" (balanced by predicted optimizer time), "round_robin" or "rank0".
 
     Returns the read-only assignment of parameters to owners.
-    Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is not
-    2-D or not floating, a parameter dedicated or sharded already, a boundary not found, ranks that disagree.
+    Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is
+    not 2-D or not floating, a parameter dedicated or sharded already, a boundary not found, ranks that disagree.
     """
     if replicate_mesh is not None:
         raise NotImplementedError("[dmuon.dedicate_params] replicate_mesh (HSDP) is not supported yet")

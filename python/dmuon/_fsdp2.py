@@ -52,8 +52,8 @@ def uninstall_patch() -> None:
 def share_controls(root: nn.Module, hook_modules: list[nn.Module], dedication: Dedication) -> None:
     """FSDP2's controls, called on the root or on a hook module, act on our groups as well.
 
-    `set_requires_gradient_sync`, `set_reshard_after_forward` and `set_gradient_divide_factor` become attributes of these
-    instances; FSDP2's own method still runs where the module is fully sharded.
+    `set_requires_gradient_sync`, `set_reshard_after_forward` and `set_gradient_divide_factor` become attributes of
+    these instances; FSDP2's own method still runs where the module is fully sharded.
     """
     runtime = dedication.runtime
     inside = {id(module): {id(child) for child in module.modules()} for module in [root, *hook_modules]}

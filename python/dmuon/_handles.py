@@ -25,7 +25,7 @@ class DedicatedParam:
 
     @property
     def _owned_data(self) -> torch.Tensor | None:
-        """The compute-dtype copy this rank sends (the master when the dtypes are equal); None off the owner's column."""
+        """The compute-dtype copy this rank sends (the master if the dtypes are equal); None off the owner's column."""
         return self._handle.owned_data()
 
     @property
@@ -48,7 +48,7 @@ class DedicatedParamGroup:
 
     @property
     def state(self) -> str:
-        """"sharded", "unsharding" or "unsharded"."""
+        """ "sharded", "unsharding" or "unsharded"."""
         return self._handle.state()
 
     def __repr__(self) -> str:

@@ -104,7 +104,10 @@ def guard_apply(module: nn.Module, dedication: Dedication, sites: list[Site]) ->
             parameter = module._parameters[site.attribute]
             if parameter is None:
                 module._parameters[site.attribute] = held[site.index]
-            elif parameter is not held[site.index] or before.get(site.index) != (parameter.data_ptr(), parameter.device):
+            elif parameter is not held[site.index] or before.get(site.index) != (
+                parameter.data_ptr(),
+                parameter.device,
+            ):
                 dedication.replace(site.index, parameter)
         return module
 
@@ -116,8 +119,8 @@ def forbid_state_dict(model: nn.Module) -> None:
 
     def refuse(module: nn.Module, *_: Any) -> None:
         raise NotImplementedError(
-            "[dmuon] state_dict and load_state_dict of a model with dedicated parameters are not supported yet: on each "
-            "rank the matrices of other owners are meta tensors. Save and load before dedicate_params, or read the "
+            "[dmuon] state_dict and load_state_dict of a model with dedicated parameters are not supported yet: "
+            "on each rank the matrices of other owners are meta tensors. Save and load before dedicate_params, or read the "
             "masters through dmuon.get_dedicated_params(model) on their owners."
         )
 

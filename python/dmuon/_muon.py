@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from ._handles import Dedication, the_dedication
 
-_GROUP_KEYS = {
+_GROUP_KEYS = (
     "params", "name", "lr", "weight_decay", "momentum", "nesterov", "muon_lr", "muon_weight_decay",
     "adamw_lr", "adamw_betas", "adamw_weight_decay", "adamw_eps",
-}  # fmt: skip
+)  # fmt: skip
 
 
 class Muon(torch.optim.Optimizer):
@@ -31,8 +31,9 @@ class Muon(torch.optim.Optimizer):
     adjust_lr_fn: "match_rms_adamw" (scale 0.2 sqrt(max(rows, cols))) or "original" (sqrt(max(1, rows / cols))).
     replicate_async: for HSDP: publish updated matrices while the next forward already runs.
     param_groups: dicts with "params" (parameters of the model) and any of name, lr or muon_lr, weight_decay or
-        muon_weight_decay, momentum, nesterov, adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps; what is absent comes
-        from the constructor.  Each becomes a Muon group and an AdamW group.  All trainable parameters must be named once.
+        muon_weight_decay, momentum, nesterov, adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps; what is absent
+        comes from the constructor.  Each becomes a Muon group and AdamW groups.  Every trainable parameter must be
+        named once.
 
     Momentum is fp32, in `state[p]["momentum_buffer"]` on the owner only.
     Raises ValueError, naming the parameter, for a model that is not dedicated, a hyperparameter out of range, an
@@ -40,7 +41,7 @@ class Muon(torch.optim.Optimizer):
     nor FSDP2 manages (its gradient would differ between ranks); naming such a parameter in `param_groups` accepts it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the public signature)
         self,
         model: nn.Module,
         lr: float = 0.02,
@@ -80,33 +81,22 @@ class Muon(torch.optim.Optimizer):
             self._adamw = torch.optim.AdamW(adamw_groups, fused=fused or None, foreach=None if fused else True)
 
     def _lower(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """One user group -> its Muon and its AdamW group."""
-        if unknown := set(group) - _GROUP_KEYS:
-            raise ValueError(f"[dmuon.Muon] unknown keys {sorted(unknown)} in param_groups; known: {sorted(_GROUP_KEYS)}")
+        """One user group -> its Muon group and its AdamW groups."""
+        if unknown := sorted(set(group) - set(_GROUP_KEYS)):
+            raise ValueError(f"[dmuon.Muon] unknown keys {unknown} in param_groups; known: {_GROUP_KEYS}")
         if "params" not in group:
             raise ValueError("[dmuon.Muon] an entry of param_groups has no 'params'")
         values = self._defaults | group
         values["lr"] = group.get("muon_lr", values["lr"])
         values["weight_decay"] = group.get("muon_weight_decay", values["weight_decay"])
         _check_values(values)
-        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        for p in params:
-            if p not in self._names:
-                raise ValueError(
-                    f"[dmuon.Muon] a parameter of shape {tuple(p.shape)} in param_groups is not one of the model's; take "
-                    "it from model.named_parameters() after dedicate_params and fully_shard"
-                )
-        trainable = [p for p in params if p.requires_grad]
-        muon = [p for p in trainable if hasattr(p, "_dedicated_owner_rank")]
+        muon, *rest = _split(group["params"], self._names)
+        name = group.get("name", "default")
         keys = ("lr", "momentum", "weight_decay", "nesterov")
-        lowered = [{"params": muon, "use_muon": True} | {key: values[key] for key in keys}] if muon else []
-        for kind in (True, False):  # torch's foreach kernels do not mix DTensors and plain tensors
-            rest = [p for p in trainable if p not in set(muon) and isinstance(p, DTensor) == kind]
-            adamw = {key: values[f"adamw_{key}"] for key in ("lr", "betas", "weight_decay", "eps")}
-            lowered += [{"params": rest, "use_muon": False} | adamw] if rest else []
-        for entry in lowered:
-            entry["name"] = f"{group.get('name', 'default')}/{'muon' if entry['use_muon'] else 'adamw'}"
-        return lowered
+        lowered = [{"params": muon, "use_muon": True, "name": f"{name}/muon"} | {key: values[key] for key in keys}]
+        adamw = {key: values[f"adamw_{key}"] for key in ("lr", "betas", "weight_decay", "eps")}
+        lowered += [{"params": params, "use_muon": False, "name": f"{name}/adamw"} | adamw for params in rest]
+        return [entry for entry in lowered if entry["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -145,7 +135,9 @@ class Muon(torch.optim.Optimizer):
         """Warns once per step about updates that were NaN or Inf; on a GPU as soon as the step's flags have arrived."""
         while self._reports and self._reports[0].arrived():
             if bad := self._reports.pop(0).bad():
-                warnings.warn(f"[dmuon.Muon] NaN or Inf in the update of {', '.join(bad)}", RuntimeWarning, stacklevel=3)
+                warnings.warn(
+                    f"[dmuon.Muon] NaN or Inf in the update of {', '.join(bad)}", RuntimeWarning, stacklevel=3
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drops what `no_sync` kept back."""
@@ -176,6 +168,20 @@ class _FiniteReport:
         return [name for name, finite in zip(self.names, self.flags.tolist(), strict=True) if not finite]
 
 
+def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, list]:
+    """Trainable ones of the model: dedicated, DTensors, plain (torch's foreach kernels do not mix the last two)."""
+    split: tuple[list, list, list] = ([], [], [])
+    for p in [params] if isinstance(params, torch.Tensor) else params:
+        if p not in names:
+            raise ValueError(
+                f"[dmuon.Muon] a parameter of shape {tuple(p.shape)} in param_groups is not one of the model's; take "
+                "it from model.named_parameters() after dedicate_params and fully_shard"
+            )
+        if p.requires_grad:
+            split[0 if hasattr(p, "_dedicated_owner_rank") else 1 if isinstance(p, DTensor) else 2].append(p)
+    return split
+
+
 def _check_values(values: dict[str, Any]) -> None:
     for key in ("lr", "momentum", "weight_decay", "adamw_lr", "adamw_weight_decay", "adamw_eps"):
         if not values[key] >= 0.0:
@@ -192,9 +198,9 @@ def _managed(names: dict[nn.Parameter, str], dedication: Dedication) -> list[nn.
     for p, name in names.items():
         if p.requires_grad and not alone and not hasattr(p, "_dedicated_owner_rank") and not isinstance(p, DTensor):
             raise ValueError(
-                f"[dmuon.Muon] trainable parameter {name!r} is neither dedicated nor sharded by fully_shard: its gradient "
-                "would differ between ranks. Call fully_shard on a module around it before the optimizer is made, freeze "
-                "it, or, if something else averages its gradient, name it in param_groups."
+                f"[dmuon.Muon] trainable parameter {name!r} is neither dedicated nor sharded by fully_shard: its "
+                "gradient would differ between ranks. Call fully_shard on a module around it first, "
+                "freeze it, or, if something else averages its gradient, name it in param_groups."
             )
     return list(names)
 

@@ -91,9 +91,13 @@ def _check(name: str, parameter: nn.Parameter) -> None:
             "fully_shard; tensor-parallel matrices are not supported yet"
         )
     if parameter.ndim != 2 or 0 in parameter.shape:
-        raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}; the predicate must select 2-D matrices")
+        raise ValueError(
+            f"parameter {name!r} has shape {tuple(parameter.shape)}; the predicate must select 2-D matrices"
+        )
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
-        raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; expected float32, bfloat16, float16 or float64")
+        raise ValueError(
+            f"parameter {name!r} has dtype {parameter.dtype}; expected float32, bfloat16, float16 or float64"
+        )
 
 
 def select(model: nn.Module, predicate: Predicate, boundary: Boundary) -> list[Matrix]:

@@ -13,7 +13,9 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
-      : group_(std::move(group)), device_(device), groups_calls_(group_->getBackend(device.type())->getBackendName() == "nccl") {}
+      : group_(std::move(group)),
+        device_(device),
+        groups_calls_(group_->getBackend(device.type())->getBackendName() == "nccl") {}
 
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }

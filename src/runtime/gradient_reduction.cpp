@@ -10,6 +10,14 @@ namespace {
 
 bool is_untouched(const at::Tensor& sum) { return (sum.eq(0).logical_and_(at::signbit(sum))).all().item<bool>(); }
 
+std::int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
+  std::int64_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    if (tensor.defined()) bytes += static_cast<std::int64_t>(tensor.nbytes());
+  }
+  return bytes;
+}
+
 void run_post_accumulate_hooks(const at::Tensor& param) {
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(param);
   if (hook) (*hook)(param);
@@ -49,7 +57,17 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
                                      const Stream& stream, const ReduceOptions& options, MemoryLedger& ledger)
     : peers_(communicator.size() > 1), divide_factor_(options.divide_factor), ledger_(ledger) {
   const at::NoGradGuard no_grad;
-  pack(group, rank, options);
+  auto gradients = take_gradients(group);
+  const auto device = group.params().front()->unsharded().device();
+  allocate(group.layout(), rank, at::TensorOptions().dtype(options.dtype).device(device));
+  Copies copies;
+  place(group, gradients, rank, copies);
+  if (!copies.first.empty()) at::_foreach_copy_(copies.first, copies.second);
+
+  const auto gradient_bytes = total_bytes(gradients);
+  ledger_.add(buffer_bytes_ + gradient_bytes);
+  ledger_.observe();
+  ledger_.add(-gradient_bytes);
   if (!peers_) return;
   stream.wait_current();
   const StreamScope scope(stream);
@@ -58,49 +76,46 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
 
 GradientReduction::~GradientReduction() { ledger_.add(-buffer_bytes_); }
 
-void GradientReduction::pack(DedicatedParamGroup& group, plan::Slot rank, const ReduceOptions& options) {
-  auto gradients = take_gradients(group);
-  std::map<const DedicatedParam*, at::Tensor> by_param;
-  std::int64_t gradient_bytes = 0;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    by_param[group.params()[i].get()] = gradients[i];
-    if (gradients[i].defined()) gradient_bytes += static_cast<std::int64_t>(gradients[i].nbytes());
-  }
-  const auto buffer = at::TensorOptions().dtype(options.dtype).device(group.params()[0]->unsharded().device());
-
+// The owner's segment is a buffer of its own, because it lives on as `.grad`; all others share one.
+void GradientReduction::allocate(const plan::GroupLayout& layout, plan::Slot rank, const at::TensorOptions& buffer) {
   std::int64_t others_numel = 0;
-  for (const auto& segment : group.layout().segments) {
+  for (const auto& segment : layout.segments) {
     if (segment.owner != rank) others_numel += segment.numel;
   }
   others_ = at::empty({others_numel}, buffer);
   std::int64_t offset = 0;
-  std::vector<at::Tensor> targets;
-  std::vector<at::Tensor> sources;
-  for (const auto& segment : group.layout().segments) {
-    const bool owned = segment.owner == rank;
-    auto flat = owned ? at::empty({segment.numel}, buffer) : others_.narrow(0, offset, segment.numel);
-    if (owned) own_.push_back(flat);
-    if (!owned) offset += segment.numel;
+  for (const auto& segment : layout.segments) {
+    if (segment.owner == rank) {
+      segments_.push_back({segment.owner.shard, own_.emplace_back(at::empty({segment.numel}, buffer))});
+    } else {
+      segments_.push_back({segment.owner.shard, others_.narrow(0, offset, segment.numel)});
+      offset += segment.numel;
+    }
+    auto& flat = segments_.back().buffer;
     if (segment.numel != segment.payload) flat.zero_();  // alignment gaps travel too: give them a value
+    buffer_bytes_ += static_cast<std::int64_t>(flat.nbytes());
+  }
+}
+
+void GradientReduction::place(const DedicatedParamGroup& group, const std::vector<at::Tensor>& gradients,
+                              plan::Slot rank, Copies& copies) {
+  std::map<const DedicatedParam*, const at::Tensor*> by_param;
+  for (size_t i = 0; i < gradients.size(); ++i) by_param[group.params()[i].get()] = &gradients[i];
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    const auto& segment = group.layout().segments[s];
     for (const auto& packed : segment.matrices) {
       const auto& param = group.param_of(packed.matrix);
-      auto view = flat.narrow(0, packed.offset, packed.numel).view(param->sizes());
-      const auto& gradient = by_param[param.get()];
+      auto view = segments_[s].buffer.narrow(0, packed.offset, packed.numel).view(param->sizes());
+      const auto& gradient = *by_param[param.get()];
       if (gradient.defined()) {
-        targets.push_back(view);
-        sources.push_back(gradient);
+        copies.first.push_back(view);
+        copies.second.push_back(gradient);
       } else {
         view.fill_(-0.0);
       }
-      if (owned) shares_.push_back({param, view, gradient.defined()});
+      if (segment.owner == rank) shares_.push_back({param, view, gradient.defined()});
     }
-    segments_.push_back({segment.owner.shard, flat});
   }
-  if (!targets.empty()) at::_foreach_copy_(targets, sources);
-  for (const auto& segment : segments_) buffer_bytes_ += static_cast<std::int64_t>(segment.buffer.nbytes());
-  ledger_.add(buffer_bytes_ + gradient_bytes);
-  ledger_.observe();
-  ledger_.add(-gradient_bytes);
 }
 
 void GradientReduction::finish() {

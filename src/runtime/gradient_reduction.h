@@ -43,7 +43,10 @@ class GradientReduction {
     at::Tensor sum;     ///< view into `own_`, reduce dtype
     bool used = false;  ///< by this rank
   };
-  void pack(DedicatedParamGroup& group, plan::Slot rank, const ReduceOptions& options);
+  using Copies = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;  ///< targets, sources
+  void allocate(const plan::GroupLayout& layout, plan::Slot rank, const at::TensorOptions& buffer);
+  void place(const DedicatedParamGroup& group, const std::vector<at::Tensor>& gradients, plan::Slot rank,
+             Copies& copies);
   void deliver(const Share& share) const;
 
   std::vector<at::Tensor> own_;

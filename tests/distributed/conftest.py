@@ -38,6 +38,10 @@ class FailureReporter:
         self._print(report)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-device", default="cpu", choices=["cpu", "cuda"], help="where the tests' models live")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     if RANK != 0:
@@ -71,13 +75,12 @@ def world_size() -> int:
 
 
 @pytest.fixture(scope="session")
-def mesh(process_group: dist.ProcessGroup) -> DeviceMesh:
-    """All ranks on one axis, on the CPU."""
-    return init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("shard",))
-
-
-@pytest.fixture(scope="session")
-def gpu_mesh(process_group: dist.ProcessGroup, require_gpus: Callable[[int], None]) -> DeviceMesh:
-    """All ranks on one axis, one GPU each; a test that asks for it counts as marked `gpu`."""
-    require_gpus(WORLD_SIZE)
-    return init_device_mesh("cuda", (WORLD_SIZE,), mesh_dim_names=("shard",))
+def mesh(
+    process_group: dist.ProcessGroup, require_gpus: Callable[[int], None], pytestconfig: pytest.Config
+) -> DeviceMesh:
+    """All ranks on one axis; with `--on-device cuda` one GPU each."""
+    device = pytestconfig.getoption("--on-device")
+    if device == "cuda":
+        require_gpus(WORLD_SIZE)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return init_device_mesh(device, (WORLD_SIZE,), mesh_dim_names=("shard",))

@@ -63,7 +63,7 @@ def batch(seed: int, rank: int, size: int = 4) -> torch.Tensor:
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
 
 
 def newton_schulz(x: torch.Tensor, coefficients: list[tuple[float, float, float]], gram: bool) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Reference:
         return functional_call(self.model, cast, args, kwargs)
 
     def backward(self, losses: Iterable[torch.Tensor], ranks: int) -> None:
-        """Adds the mean gradient of the ranks' losses to `.grad`; divides in fp32, after all low-precision arithmetic."""
+        """Adds the mean gradient of the ranks' losses to `.grad`; divides in fp32, after low-precision arithmetic."""
         before = {p: p.grad for p in self.model.parameters()}
         self.model.zero_grad()
         for loss in losses:
@@ -150,4 +150,5 @@ class Reference:
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((value.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+    value, expected = value.cpu().double(), expected.cpu().double()
+    return ((value - expected).norm() / expected.norm().clamp_min(1e-30)).item()

@@ -86,7 +86,12 @@ def align(model: nn.Module, reference: Reference) -> None:
             if name in values:
                 target.copy_(values[name])
             if names[name] in dedicated:
-                dist.broadcast(target, src=dedicated[names[name]])
+                dist.broadcast(target, src=dedicated[names[name]])  # the reference lives on the CPU: gloo
+
+
+def update_tolerance(mesh: DeviceMesh, tolerance: float = 1e-6) -> float:
+    """On CUDA Newton-Schulz runs in fp16: 2e-2 of an update that changes a weight by a few per cent."""
+    return tolerance if mesh.device_type == "cpu" else 1e-3
 
 
 def assert_same(model: nn.Module, reference: Reference, tolerance: float = 1e-6, grads: bool = False) -> None:

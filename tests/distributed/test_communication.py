@@ -99,7 +99,9 @@ def test_live_bytes_are_the_bytes_of_real_storages(mesh, rank):
     """The ledger counts; this looks at the tensors themselves."""
     model, optimizer, _ = Setup(dtype=torch.bfloat16, make=make_model).build(mesh)
     train_step(model, optimizer, rank)
-    tensors = [t for param in dmuon.get_dedicated_params(model) for t in (param.parameter, param._owned_data) if t is not None]
+    tensors = [
+        t for param in dmuon.get_dedicated_params(model) for t in (param.parameter, param._owned_data) if t is not None
+    ]
     tensors += [leaf.detach() for leaf in model._dmuon.unsharded]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
     assert dmuon.memory_report(model).live == sum(storages.values())

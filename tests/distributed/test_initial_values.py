@@ -58,7 +58,7 @@ def init(model) -> None:
 def test_meta_model_materialised_before(mesh, rank, world_size):
     with torch.device("meta"):
         model = TinyModel()
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device_type)
     torch.manual_seed(rank)
     init(model)
     reference = Reference(TinyModel(), MuonSettings())
@@ -77,7 +77,7 @@ def test_meta_model_materialised_after(mesh, rank, world_size):
     if any(param.is_owner for param in dmuon.get_dedicated_params(model)):
         with pytest.raises(RuntimeError, match=r"'layers\.\d\.\w+\.weight' is still on the meta device on its owner"):
             dmuon.Muon(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device_type)
     for param in dmuon.get_dedicated_params(model):
         assert param.is_owner == (not param.parameter.is_meta), f"{param}: a placeholder took memory"
         assert assignment[param.parameter] == param.owner_rank

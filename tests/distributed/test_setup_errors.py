@@ -147,7 +147,14 @@ def test_muon_parameter_groups(mesh):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"lr": -1.0}, {"momentum": -0.1}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"adamw_lr": -1.0}, {"lr": float("nan")}],
+    [
+        {"lr": -1.0},
+        {"momentum": -0.1},
+        {"momentum": 1.0},
+        {"weight_decay": -0.1},
+        {"adamw_lr": -1.0},
+        {"lr": float("nan")},
+    ],
 )
 def test_muon_values_out_of_range(mesh, wrong):
     model, _, _ = Setup().build(mesh)

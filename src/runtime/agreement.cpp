@@ -1,5 +1,5 @@
-#include "dmuon/communicator.h"
 #include "dmuon/plan.h"
+#include "dmuon/runtime.h"
 
 namespace dmuon {
 

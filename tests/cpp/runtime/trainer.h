@@ -1,0 +1,65 @@
+// The same training loop twice: on ranks that are threads with dedicated ownership, and alone, as the reference.
+//
+// The reference keeps full weights, takes the mean of the ranks' gradients on their distinct data, and steps by the
+// formulas written out; it shares no code with the runtime.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "dmuon/recording_communicator.h"
+#include "runtime/toy_model.h"
+
+namespace dmuon {
+
+struct TrainSetup {
+  ToyShape shape;
+  int ranks = 2;
+  bool reshard_after_forward = true;
+  std::optional<at::ScalarType> param_dtype;  ///< with it, gradients are reduced in the masters' dtype
+  bool muon = true;                           ///< false: SGD, for masters that are not fp32
+  std::uint64_t seed = 1;
+  std::optional<std::int64_t> small_matrix_threshold = 0;  ///< 0: every matrix is placed by itself
+};
+
+/// What a training loop does on one rank.
+class Trainer {
+ public:
+  virtual ~Trainer() = default;
+  [[nodiscard]] virtual int rank() const = 0;
+  /// Forward on this rank's data for this step; `micro` selects one of its micro-batches.
+  virtual at::Tensor loss(const Route& route, int micro) = 0;
+  virtual void backward(const at::Tensor& loss, bool keep_graph) = 0;
+  /// zero_grad.
+  virtual void discard_gradients() = 0;
+  /// Whether the next backwards reduce; nothing for the reference.
+  virtual void set_sync(bool enabled) = 0;
+  /// Null in the reference.
+  [[nodiscard]] virtual Runtime* runtime() { return nullptr; }
+
+  at::Tensor loss(const Route& route) { return loss(route, 0); }
+  void backward(const at::Tensor& loss) { backward(loss, false); }
+};
+
+/// Called once a step and rank, before the optimizer steps.
+using Body = std::function<void(Trainer& trainer, int step)>;
+
+struct Trained {
+  std::map<std::string, at::Tensor> weights;  ///< full weights at the end
+  std::vector<CommStats> traffic;             ///< [steps] summed over ranks
+  std::vector<std::set<std::string>> stepped;  ///< [steps] dedicated matrices that had a gradient
+};
+
+[[nodiscard]] Trained train_on_threads(const TrainSetup& setup, int steps, const Body& body);
+[[nodiscard]] Trained train_alone(const TrainSetup& setup, int steps, const Body& body);
+
+/// Largest over the weights of |a - b| / |b|.
+[[nodiscard]] double relative_error(const Trained& a, const Trained& b);
+
+/// Trains both ways and expects equal weights (1e-6 relative, and 1e-12 for fp64) and equal sets of stepped matrices.
+/// Returns the error.
+double expect_parity(const TrainSetup& setup, int steps, const Body& body);
+
+}  // namespace dmuon
