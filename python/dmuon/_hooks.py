@@ -120,8 +120,8 @@ def forbid_state_dict(model: nn.Module) -> None:
     def refuse(module: nn.Module, *_: Any) -> None:
         raise NotImplementedError(
             "[dmuon] state_dict and load_state_dict of a model with dedicated parameters are not supported yet: "
-            "on each rank the matrices of other owners are meta tensors. Save and load before dedicate_params, or read the "
-            "masters through dmuon.get_dedicated_params(model) on their owners."
+            "on each rank the matrices of other owners are meta tensors. Save and load before dedicate_params, or read "
+            "the masters through dmuon.get_dedicated_params(model) on their owners."
         )
 
     model.register_state_dict_post_hook(refuse)

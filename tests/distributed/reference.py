@@ -77,9 +77,9 @@ def newton_schulz(x: torch.Tensor, coefficients: list[tuple[float, float, float]
             x = a * x + (b * r + c * r @ r) @ x
         return x.T if transposed else x
     for segment in (coefficients[:2], coefficients[2:]):
-        r, q = x @ x.T, torch.eye(x.shape[0])
+        r, q = x @ x.T, torch.eye(x.shape[0], device=x.device)
         for a, b, c in segment:
-            h = a * torch.eye(x.shape[0]) + b * r + c * r @ r
+            h = a * torch.eye(x.shape[0], device=x.device) + b * r + c * r @ r
             q, r = q @ h, h @ r @ h
         x = q @ x
     return x.T if transposed else x
@@ -113,6 +113,8 @@ class Reference:
 
     def __call__(self, *args, **kwargs):
         """The model with its weights cast to the compute dtype, differentiable with respect to the masters."""
+        device = next(self.model.parameters()).device
+        args = tuple(arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args)
         if self.dtype is None:
             return self.model(*args, **kwargs)
         cast = {n: p.to(self.dtype) for n, p in self.model.named_parameters()}

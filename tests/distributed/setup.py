@@ -47,7 +47,7 @@ class Setup:
     def build(self, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon, Reference]:
         torch.manual_seed(0)
         model = self.make()
-        reference = Reference(copy.deepcopy(model), self.settings, self.dtype)
+        reference = Reference(copy.deepcopy(model).to(mesh.device_type), self.settings, self.dtype)
         self.wrap(model, mesh)
         s = self.settings
         optimizer = dmuon.Muon(
@@ -86,7 +86,7 @@ def align(model: nn.Module, reference: Reference) -> None:
             if name in values:
                 target.copy_(values[name])
             if names[name] in dedicated:
-                dist.broadcast(target, src=dedicated[names[name]])  # the reference lives on the CPU: gloo
+                dist.broadcast(target, src=dedicated[names[name]])
 
 
 def update_tolerance(mesh: DeviceMesh, tolerance: float = 1e-6) -> float:
