@@ -36,7 +36,7 @@ build-all: setup
 test: test-cpp test-python test-distributed ## all tests: C++, Python and distributed
 
 test-cpp: build-all ## C++ tests and examples, through CTest
-	$(BIN)/ctest --preset release --parallel $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/ctest --preset release --parallel $(JOBS)
 
 test-python: build ## Python tests in one process
 	$(PY) -m pytest tests/python
@@ -50,7 +50,7 @@ test-distributed: build ## distributed tests, one launch per world size
 asan: setup ## C++ tests under the address and undefined-behaviour sanitizers
 	$(CMAKE) --preset asan --log-level=WARNING
 	$(CMAKE) --build --preset asan --parallel $(JOBS)
-	$(BIN)/ctest --preset asan --parallel $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/ctest --preset asan --parallel $(JOBS)
 
 lint: setup ## format, lint, size limits and the arrows between rooms
 	$(PY) tools/lint.py
