@@ -12,28 +12,30 @@ from rich.table import Table
 MIB = 1024.0 * 1024.0
 
 
-def describe_machine() -> dict[str, str]:
-    if torch.cuda.is_available():
-        device = f"{torch.cuda.get_device_name()} (one per rank), NCCL, bf16"
-    else:
-        device = f"CPU, {len(os.sched_getaffinity(0))} cores shared by the ranks, gloo, fp32"
+def describe_machine() -> dict:
+    gpus = torch.cuda.is_available()
     return {
-        "device": device,
+        "gpus": gpus,
+        "device": f"{torch.cuda.get_device_name()}, NCCL, bf16" if gpus else f"CPU, {_cores()} cores, gloo, fp32",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def conditions(demo: dict) -> str:
-    """One line under every figure and table."""
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def conditions(demo: dict) -> list[str]:
+    """Two lines for under the tables and the figure."""
     s, m = demo["settings"], demo["machine"]
-    mode = "Z2" if s["z2"] else "Z3"
-    return (
-        f"{s['ranks']} ranks, {m['device']}; torch {m['torch']}, Python {m['python']}, {m['date']}; "
-        f"{s['layers']} layers of width {s['dim']}, {s['batch']} x {s['seq']} bytes per rank and step, "
-        f"{s['steps']} steps, {mode}, seed {s['seed']}"
-    )
+    ranks = f"{s['ranks']} ranks" if s["ranks"] > 1 else "1 rank"
+    return [
+        f"{ranks}; {m['device']}; torch {m['torch']}, Python {m['python']}; {m['date']}",
+        f"{s['layers']} layers of width {s['dim']}; {s['batch']} x {s['seq']} bytes per rank and step; "
+        f"{s['steps']} steps; {'Z2' if s['z2'] else 'Z3'}; seed {s['seed']}",
+    ]
 
 
 def curve(demo: dict, run: str) -> list[dict]:
@@ -60,20 +62,19 @@ def ownership_table(demo: dict) -> Table:
     ranks = demo["runs"]["muon"]
     predicted = [1e3 * rank["load"][0] for rank in ranks]
     measured = [rank["matrix_ms"] for rank in ranks]
-    clock = "GPU time" if "NCCL" in demo["machine"]["device"] else "CPU time of the rank's thread"
     table = _table(
         "Who owns what, and what its optimizer step costs",
-        "owner", "matrices", "MiB of master\nand momentum", "predicted\nms (H200)", "predicted\nshare",
-        "measured\nms per step", "measured\nshare",
-        caption=f"measured: {clock} in the C++ Muon step, mean over the run. "
-        f"max/mean: predicted {_max_over_mean(predicted):.3f}, measured {_max_over_mean(measured):.3f}",
+        "owner", "matrices", "MiB", "predicted\nms (H200)", "predicted\nshare", "measured\nms", "measured\nshare",
+        caption="MiB: masters and momentum. "
+        f"Measured: {'GPU time' if demo['machine']['gpus'] else 'CPU time'} in the C++ Muon step, mean over the steps.\n"
+        f"Largest over mean: predicted {_max_over_mean(predicted):.3f}, measured {_max_over_mean(measured):.3f}",
     )  # fmt: skip
     for owner, rank in enumerate(ranks):
         _, held, matrices = rank["load"]
+        shares = [f"{times[owner] / sum(times):.1%}" for times in (predicted, measured)]
         table.add_row(
-            f"rank {owner}", str(matrices), f"{held / MIB:.2f}", f"{predicted[owner]:.3f}",
-            f"{predicted[owner] / sum(predicted):.1%}", f"{measured[owner]:.2f}",
-            f"{measured[owner] / sum(measured):.1%}",
+            f"rank {owner}", str(matrices), f"{held / MIB:.2f}", f"{predicted[owner]:.3f}", shares[0],
+            f"{measured[owner]:.2f}", shares[1],
         )  # fmt: skip
     return table
 
@@ -94,13 +95,15 @@ def loss_table(demo: dict) -> Table:
 
 
 def cost_table(demo: dict) -> Table:
-    on_gpu = "NCCL" in demo["machine"]["device"]
-    counted = "torch.cuda.max_memory_allocated" if on_gpu else "growth of the peak resident set while building and training"
+    kind = (
+        "most bytes allocated on the GPU" if demo["machine"]["gpus"] else "growth of the peak resident set in the run"
+    )
     own = [rank["own_memory"] for rank in demo["runs"]["muon"]]
+    predicted, counted = (_mib(entry[key] for entry in own) for key in ("predicted", "counted"))
     table = _table(
-        "Speed and memory", "run", "tokens/s,\nall ranks", "peak MiB of ranks 0 to " + str(len(own) - 1),
-        caption=f"peak: {counted}.\ndmuon's own share of it (masters, momentum, copies, buffers, gradients), MiB: planned "
-        f"{_mib(entry['predicted'] for entry in own)}; counted {_mib(entry['counted'] for entry in own)}",
+        "Speed and memory", "run", "tokens/s, all ranks", "peak MiB, by rank",
+        caption=f"Peak: {kind}.\ndmuon's own part of it (masters, momentum, copies, buffers, gradients), MiB:\n"
+        f"  predicted {predicted}; counted {counted}",
     )  # fmt: skip
     for run, name in demo["names"].items():
         peaks = _mib(rank["peak_bytes"] for rank in demo["runs"][run])
@@ -118,7 +121,7 @@ def print_report(demo: dict) -> bool:
     for table in (ownership_table(demo), loss_table(demo), cost_table(demo)):
         console.print(table)
         console.print()
-    console.print(conditions(demo), style="dim")
+    console.print("\n".join(conditions(demo)), style="dim", highlight=False)
     adamw, muon = (curve(demo, run)[-1]["loss"] for run in ("adamw", "muon"))
     winner = "dmuon Muon" if muon < adamw else "FSDP2 + AdamW"
     console.print(
@@ -143,8 +146,7 @@ def save_figure(demo: dict, path: Path) -> None:
             points = curve(demo, run)
             axis.plot([p[key] for p in points], [p["loss"] for p in points], label=name, ms=4, **styles[run])
             last = points[-1]
-            above = 6 if run == "adamw" else -14
-            axis.annotate(f"{last['loss']:.3f}", (last[key], last["loss"]), (0, above), textcoords="offset points",
+            axis.annotate(f"{last['loss']:.3f}", (last[key], last["loss"]), (0, 7), textcoords="offset points",
                           ha="center", color=styles[run]["color"])  # fmt: skip
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
@@ -152,7 +154,6 @@ def save_figure(demo: dict, path: Path) -> None:
     axes[0].set_ylabel("validation loss, nats per byte")
     axes[0].legend(frameon=False)
     figure.suptitle("The same small GPT, the same batches: FSDP2 + AdamW and FSDP2 + dmuon Muon", fontsize=11)
-    text = conditions(demo).replace("; ", "\n", 1)
-    figure.supxlabel(text, fontsize=7, color="0.35")
+    figure.supxlabel("\n".join(conditions(demo)), fontsize=8, color="0.35")
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -41,7 +41,7 @@ def _windows(text: torch.Tensor, starts: torch.Tensor, seq: int, device: torch.d
 
 
 class Batches:
-    """This rank's training batches: random windows that depend on (seed, step, rank) alone, so all runs see the same."""
+    """This rank's training batches: random windows that depend on (seed, step, rank) alone: the same in all runs."""
 
     def __init__(self, text: torch.Tensor, seq: int, batch: int, rank: int, seed: int, device: torch.device) -> None:
         self.text, self.seq, self.batch = text, seq, batch

@@ -2,8 +2,8 @@
 
     python examples/train_gpt.py [--steps N] [--layers N] [--dim N] [--z2] ...
 
-Both runs have the same initial weights, batches, number of steps and learning-rate schedule.  Every rank sees batches of
-its own.  Without GPUs: 4 ranks on CPU over gloo; with GPUs: one rank each, up to 4, over NCCL, computing in bf16.
+Both runs have the same initial weights, batches, number of steps and learning-rate schedule.  Every rank sees batches
+of its own.  Without GPUs: 4 ranks on CPU over gloo; with GPUs: one rank each, up to 4, over NCCL, computing in bf16.
 Prints who owns what and what it cost, both loss curves, speed and memory; writes demo.json and demo.png.
 Exits with 1 if Muon's final validation loss is not the lower one.
 """
@@ -149,13 +149,18 @@ def run_on_this_rank(args: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     results = [None] * dist.get_world_size()
     dist.all_gather_object(results, train(args, mesh, device))
     if dist.get_rank() == 0:
         args.result.write_text(json.dumps(results))
-    dist.destroy_process_group()
+    dist.barrier()
+    # Not the ordinary way out: a gloo thread that still holds a tensor can abort an interpreter that is shutting down.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 # ---- both runs ----------------------------------------------------------------------------------------------------

@@ -27,13 +27,11 @@ struct GroupUse : torch::CustomClassHolder {
   explicit GroupUse(int index) : group(index) {}
 
   /// Backward may still produce gradients through this use in `pass`.
-  [[nodiscard]] bool open(std::int64_t pass) const {
-    return finished_pass < 0 || (started_pass == pass && finished_pass != pass);
-  }
+  [[nodiscard]] bool open(std::int64_t pass) const { return !closed && finished_pass != pass; }
 
   int group;
-  std::int64_t started_pass = -1;   ///< the last backward pass in which its pre-backward ran
-  std::int64_t finished_pass = -1;  ///< likewise its post-backward; stays -1 when no input needs a gradient
+  std::int64_t finished_pass = -1;  ///< last pass in which its post-backward ran; -1 when no input needs a gradient
+  bool closed = false;              ///< that pass did not retain the graph: no other can follow
 };
 
 class DedicatedParamGroup : public torch::CustomClassHolder {

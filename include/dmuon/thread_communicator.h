@@ -15,7 +15,8 @@ namespace dmuon {
 class ThreadWorld;
 
 /// What the ranks of one group share; make it once, hand it to every thread.
-/// `timeout`: how long a wait may last before it throws (a mismatched call order shows as that, not as a hang).
+/// `timeout`: how long a wait may last before it throws (a rank that never calls shows as that, not as a hang).  Calls
+/// that do not match throw on every rank.  After either, the world is broken: waits for unfinished calls throw at once.
 [[nodiscard]] std::shared_ptr<ThreadWorld> make_thread_world(
     int size, std::chrono::milliseconds timeout = std::chrono::minutes(1));
 

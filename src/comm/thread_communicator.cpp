@@ -79,15 +79,17 @@ class ThreadWorld {
 
   bool done(const Call& call) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return call.done;
+    return call.done || !broken_.empty();
   }
 
   void wait(const Call& call) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool done = moved_.wait_for(lock, timeout_, [&] { return call.done; });
-    TORCH_CHECK(done, "[dmuon.comm] a thread rank waited ", timeout_.count(),
-                " ms for its peers: they never made the same call");
-    TORCH_CHECK(call.error.empty(), "[dmuon.comm] ", call.error);
+    moved_.wait_for(lock, timeout_, [&] { return call.done || !broken_.empty(); });
+    if (!call.done && broken_.empty()) {
+      give_up(c10::str("a thread rank waited ", timeout_.count(), " ms for its peers: they never made the same call"));
+    }
+    const auto& error = call.done ? call.error : broken_;
+    TORCH_CHECK(error.empty(), "[dmuon.comm] ", error);
   }
 
  private:
@@ -99,6 +101,12 @@ class ThreadWorld {
     }
     call.segments.clear();
     call.done = true;
+    if (!call.error.empty()) broken_ = call.error;
+    moved_.notify_all();
+  }
+
+  void give_up(std::string why) {
+    broken_ = std::move(why);
     moved_.notify_all();
   }
 
@@ -107,6 +115,7 @@ class ThreadWorld {
   std::mutex mutex_;
   std::condition_variable moved_;
   std::map<int64_t, std::shared_ptr<Call>> calls_;  // by sequence number
+  std::string broken_;                              // why no unfinished call will ever finish
 };
 
 namespace {

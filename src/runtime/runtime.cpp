@@ -206,10 +206,11 @@ void Runtime::post_forward(int index, const std::vector<at::Tensor>& outputs) {
     group.entered.pop_back();
   }
   if (in_backward() || group.compute_depth > 0 || group.kept_for_backward) return;
-  if (!keeps_after_forward(group)) {
-    group.release();
-  } else if (!forward_) {
+  if (forward_ && !group.reshard_after_forward) return;  // Z2: one gather a pass; end_forward frees it or keeps it
+  if (keeps_after_forward(group)) {
     group.kept_for_backward = true;
+  } else {
+    group.release();
   }
 }
 

@@ -1,5 +1,6 @@
 // Runtime's backward half: when gathers and reductions of a backward pass go out, and how a pass ends.
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
 #include <thread>
@@ -37,13 +38,13 @@ void Runtime::pre_backward(GroupUse& use) {
               groups_[static_cast<size_t>(use.group)]->name(),
               "': gradients of gradients of dedicated matrices are not supported. Leave them out of the predicate.");
   const auto pass = begin_backward();
-  use.started_pass = pass->id;
   gather_for_backward(*pass, *groups_[static_cast<size_t>(use.group)]);
 }
 
 void Runtime::post_backward(GroupUse& use) {
   const auto pass = begin_backward();
   use.finished_pass = pass->id;
+  use.closed = !torch::autograd::get_current_graph_task_keep_graph();
   const auto& group = *groups_[static_cast<size_t>(use.group)];
   if (!complete(group, pass->id)) return;
   pass->ready[static_cast<size_t>(use.group)] = true;

@@ -89,9 +89,8 @@ std::vector<HookModule> ToyModel::hook_modules() const {
 }
 
 std::vector<std::pair<std::string, at::Tensor>> ToyModel::rest() const {
-  std::vector<std::pair<std::string, at::Tensor>> result{{"embedding", modules_->embedding->weight},
-                                                         {"norm", modules_->norm->weight},
-                                                         {"head", modules_->head->weight}};
+  std::vector<std::pair<std::string, at::Tensor>> result{
+      {"embedding", modules_->embedding->weight}, {"norm", modules_->norm->weight}, {"head", modules_->head->weight}};
   for (int i = 0; i < shape_.blocks; ++i) {
     result.emplace_back(block_name(i) + ".norm", modules_->blocks[static_cast<size_t>(i)].norm->weight);
   }

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "dmuon/muon.h"
 #include "dmuon/recording_communicator.h"
 #include "runtime/toy_model.h"
 
@@ -23,6 +24,12 @@ struct TrainSetup {
   std::uint64_t seed = 1;
   std::optional<std::int64_t> small_matrix_threshold = 0;  ///< 0: every matrix is placed by itself
 };
+
+[[nodiscard]] MuonOptions muon_options();
+/// [2, 9] tokens, int64: every rank, step and micro-batch has its own.
+[[nodiscard]] at::Tensor batch(const TrainSetup& setup, int rank, int step, int micro);
+/// For everything that Muon does not step.
+void sgd(const at::Tensor& weight, const at::Tensor& gradient);
 
 /// What a training loop does on one rank.
 class Trainer {
@@ -47,8 +54,8 @@ class Trainer {
 using Body = std::function<void(Trainer& trainer, int step)>;
 
 struct Trained {
-  std::map<std::string, at::Tensor> weights;  ///< full weights at the end
-  std::vector<CommStats> traffic;             ///< [steps] summed over ranks
+  std::map<std::string, at::Tensor> weights;   ///< full weights at the end
+  std::vector<CommStats> traffic;              ///< [steps] summed over ranks
   std::vector<std::set<std::string>> stepped;  ///< [steps] dedicated matrices that had a gradient
 };
 

@@ -1,0 +1,143 @@
+#include "dmuon/dedicate.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+
+#include "comm/thread_ranks.h"
+#include "dmuon/thread_communicator.h"
+
+namespace dmuon {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+struct Input {
+  std::string error;
+  std::vector<plan::Matrix> matrices;
+};
+
+// What every rank is told, inputs by rank.
+std::vector<std::string> agree(const std::vector<Input>& inputs) {
+  const auto ranks = static_cast<int>(inputs.size());
+  const auto world = make_thread_world(ranks, std::chrono::seconds(10));
+  return errors_on_threads(ranks, [&](int rank) {
+    const auto& input = inputs[static_cast<size_t>(rank)];
+    agree_on_inputs(*make_thread_communicator(world, rank), input.error, plan::describe_inputs(input.matrices));
+  });
+}
+
+const std::vector<plan::Matrix> kMatrices{{"a.weight", 4, 8, ""}, {"b.weight", 8, 4, ""}};
+
+TEST(AgreeOnInputs, AcceptsEqualInputs) {
+  EXPECT_THAT(agree({{"", kMatrices}}), Each(""));
+  EXPECT_THAT(agree({{"", kMatrices}, {"", kMatrices}, {"", kMatrices}}), Each(""));
+}
+
+TEST(AgreeOnInputs, NamesTheFirstDifferenceOnEveryRank) {
+  auto other = kMatrices;
+  other[1].name = "c.weight";
+  EXPECT_THAT(agree({{"", kMatrices}, {"", kMatrices}, {"", other}}),
+              Each(AllOf(HasSubstr("c.weight"), HasSubstr("b.weight"), HasSubstr("rank 2"))));
+  other = kMatrices;
+  other[0].cols = 16;
+  EXPECT_THAT(agree({{"", other}, {"", kMatrices}}), Each(AllOf(HasSubstr("a.weight"), HasSubstr("16"))));
+}
+
+TEST(AgreeOnInputs, TellsEveryRankOfOneRanksError) {
+  EXPECT_THAT(agree({{"", kMatrices}, {"'x.bias' is 1-D", {}}, {"", kMatrices}}),
+              Each(HasSubstr("rank 1: 'x.bias' is 1-D")));
+}
+
+TEST(AgreeOnInputs, ARankWithAnEmptyListDiffers) {
+  EXPECT_THAT(agree({{"", kMatrices}, {"", {}}}), Each(HasSubstr("a.weight")));
+  EXPECT_THAT(agree({{"", {}}, {"", kMatrices}}), Each(HasSubstr("a.weight")));
+}
+
+// What every rank is told by dedicate.
+std::vector<std::string> dedicate_errors(int ranks, const std::function<std::vector<HookModule>(int rank)>& modules) {
+  const auto world = make_thread_world(ranks, std::chrono::seconds(10));
+  return errors_on_threads(ranks, [&](int rank) {
+    const auto communicator = make_thread_communicator(world, rank);
+    (void)dedicate(modules(rank), {communicator, communicator});
+  });
+}
+
+at::Tensor weight(std::int64_t rows, std::int64_t cols) { return at::ones({rows, cols}).set_requires_grad(true); }
+
+TEST(Dedicate, RefusesOnEveryRankWhatCannotBeDedicated) {
+  const auto with = [](const at::Tensor& bad) {
+    return dedicate_errors(2, [&](int rank) -> std::vector<HookModule> {
+      return {{"m", {{"m.good", weight(4, 4)}, {"m.bad", rank == 1 ? bad : weight(4, 4)}}}};
+    });
+  };
+  EXPECT_THAT(with(weight(4, 4)), Each(""));
+  EXPECT_THAT(with(at::ones({4})), Each(AllOf(HasSubstr("rank 1: parameter 'm.bad'"), HasSubstr("[4]"))));
+  EXPECT_THAT(with(at::ones({4, 4}, at::kLong)), Each(AllOf(HasSubstr("'m.bad'"), HasSubstr("Long"))));
+  EXPECT_THAT(with(weight(4, 4) * 2), Each(AllOf(HasSubstr("'m.bad'"), HasSubstr("non-leaf"))));
+  EXPECT_THAT(with(at::Tensor()), Each(HasSubstr("'m.bad' is undefined")));
+  EXPECT_THAT(with(weight(4, 8)), Each(HasSubstr("'m.bad'")));
+}
+
+TEST(Dedicate, RefusesAnEmptyListAndDuplicateNames) {
+  EXPECT_THAT(dedicate_errors(2, [](int) { return std::vector<HookModule>{}; }), Each(HasSubstr("[dmuon")));
+  EXPECT_THAT(dedicate_errors(2,
+                              [](int) -> std::vector<HookModule> {
+                                return {{"m", {{"m.w", weight(4, 4)}, {"m.w", weight(4, 4)}}}};
+                              }),
+              Each(HasSubstr("'m.w'")));
+  EXPECT_THAT(dedicate_errors(1,
+                              [](int) -> std::vector<HookModule> {
+                                return {{"empty", {}}, {"m", {{"m.w", weight(4, 4)}}}};
+                              }),
+              Each(HasSubstr("'empty' has no matrix")));
+}
+
+TEST(Dedicate, GivesEveryMatrixOneOwnerThatHoldsRankZerosValues) {
+  const auto world = make_thread_world(3, std::chrono::seconds(10));
+  std::vector<int> owners(4);
+  std::mutex mutex;
+  on_threads(3, [&](int rank) {
+    const auto communicator = make_thread_communicator(world, rank);
+    std::vector<HookModule> modules;
+    for (int i = 0; i < 4; ++i) {
+      const auto name = std::to_string(i);
+      modules.push_back({name, {{name + ".w", at::full({8, 8}, 10 * rank + i, at::kFloat).set_requires_grad(i != 2)}}});
+    }
+    DedicateOptions options;
+    options.runtime.reshard_after_forward = false;
+    const auto runtime = dedicate(modules, {communicator, communicator}, options);
+    runtime->materialize();
+    runtime->check_invariants();
+    for (int i = 0; i < 4; ++i) {
+      const auto& param = *runtime->params()[static_cast<size_t>(i)];
+      EXPECT_EQ(param.registered().requires_grad(), i != 2);
+      EXPECT_EQ(param.owned_data().defined(), param.is_owner());
+      EXPECT_TRUE(param.unsharded().is_same(modules[static_cast<size_t>(i)].matrices[0].second));
+      if (!param.is_owner()) continue;
+      EXPECT_TRUE(param.registered().eq(i).all().item<bool>());
+      const std::lock_guard<std::mutex> lock(mutex);
+      ++owners[static_cast<size_t>(i)];
+    }
+  });
+  EXPECT_THAT(owners, Each(1));
+}
+
+TEST(AverageGradients, TakesTheMeanAndCountsAMissingOneAsZeros) {
+  const auto world = make_thread_world(3, std::chrono::seconds(10));
+  on_threads(3, [&](int rank) {
+    const auto communicator = make_thread_communicator(world, rank);
+    const auto used = weight(2, 3);
+    const auto unused = weight(2, 2);
+    if (rank != 1) used.mutable_grad() = at::full({2, 3}, 3.0F * static_cast<float>(rank + 1));
+    average_gradients(*communicator, {used, unused});
+    EXPECT_TRUE(used.grad().eq(4.0F).all().item<bool>());
+    EXPECT_TRUE(unused.grad().eq(0.0F).all().item<bool>());
+  });
+}
+
+}  // namespace
+}  // namespace dmuon

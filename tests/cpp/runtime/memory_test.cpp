@@ -1,0 +1,78 @@
+// Bytes the runtime holds, against what the plan predicts and against what must be free when.
+#include <gtest/gtest.h>
+
+#include "dmuon/memory_model.h"
+#include "runtime/trainer.h"
+
+namespace dmuon {
+namespace {
+
+plan::MemoryEstimate predict(const Runtime& runtime, const TrainSetup& setup) {
+  plan::MemoryOptions options;
+  options.compute_bytes = setup.param_dtype ? 2 : 4;
+  options.published_copy = setup.param_dtype.has_value();
+  options.reshard_after_forward = setup.reshard_after_forward;
+  std::vector<plan::GroupLayout> layouts;
+  for (const auto& group : runtime.groups()) layouts.push_back(group->layout());
+  return plan::predict_memory(layouts, runtime.rank(), options);
+}
+
+std::int64_t gather_bytes(const Runtime& runtime, const TrainSetup& setup) {
+  std::int64_t elements = 0;
+  for (const auto& group : runtime.groups()) {
+    for (const auto& segment : group->layout().segments) {
+      if (segment.owner != runtime.rank()) elements += segment.numel;
+    }
+  }
+  return elements * (setup.param_dtype ? 2 : 4);
+}
+
+class Memory : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {
+ protected:
+  static TrainSetup make_setup() {
+    const auto [ranks, reshard, mixed] = GetParam();
+    TrainSetup setup;
+    setup.shape.blocks = 5;
+    setup.ranks = ranks;
+    setup.reshard_after_forward = reshard;
+    if (mixed) setup.param_dtype = at::kBFloat16;
+    return setup;
+  }
+};
+
+TEST_P(Memory, PeaksWhereThePlanPredicts) {
+  const auto setup = make_setup();
+  static_cast<void>(train_on_threads(setup, 3, [&](Trainer& trainer, int) {
+    auto& runtime = *trainer.runtime();
+    runtime.track_memory();
+    trainer.backward(trainer.loss({0, 1, 2, 3, 4}));
+    const auto predicted = predict(runtime, setup);
+    const auto measured = static_cast<double>(runtime.peak_bytes() + predicted.momentum);
+    EXPECT_NEAR(measured / static_cast<double>(predicted.peak()), 1.0, 0.02) << "rank " << trainer.rank();
+  }));
+}
+
+TEST_P(Memory, IsFreedWhenItIsNotNeeded) {
+  const auto setup = make_setup();
+  static_cast<void>(train_on_threads(setup, 2, [&](Trainer& trainer, int) {
+    auto& runtime = *trainer.runtime();
+    runtime.materialize();
+    const auto predicted = predict(runtime, setup);
+    const auto resident = predicted.resident() - predicted.momentum;
+    EXPECT_EQ(runtime.live_bytes(), resident) << "before forward";
+    const auto loss = trainer.loss({0, 1, 2, 3, 4});
+    const auto kept = setup.reshard_after_forward ? 0 : gather_bytes(runtime, setup);
+    EXPECT_EQ(runtime.live_bytes(), resident + kept) << "after forward";
+    trainer.backward(loss);
+    EXPECT_EQ(runtime.live_bytes(), resident + predicted.gradients) << "after backward";
+    const at::NoGradGuard no_grad;
+    static_cast<void>(trainer.loss({0, 3}));
+    EXPECT_EQ(runtime.live_bytes(), resident + predicted.gradients) << "after an evaluation";
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Memory,
+                         ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Bool(), ::testing::Bool()));
+
+}  // namespace
+}  // namespace dmuon
