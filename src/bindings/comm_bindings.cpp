@@ -15,8 +15,11 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> stats(const CommunicatorHandlePtr
   return {counted.broadcast_calls, counted.broadcast_bytes, counted.reduce_calls, counted.reduce_bytes};
 }
 
-void agree(const CommunicatorHandlePtr& self, const std::string& error, const std::string& description) {
-  agree_on_inputs(*self->communicator, error, description);
+void agree(const CommunicatorHandlePtr& self, const std::optional<CommunicatorHandlePtr>& replicate,
+           const std::string& error, const std::string& description) {
+  std::vector<Communicator*> communicators{self->communicator.get()};
+  if (replicate) communicators.push_back((*replicate)->communicator.get());
+  agree_on_inputs(communicators, error, description);
 }
 
 void broadcast_values(const CommunicatorHandlePtr& self, const std::vector<at::Tensor>& tensors, c10::Device device) {
