@@ -4,6 +4,7 @@
 // Driven by Runtime, which decides when; the group only knows how.  One thread at a time.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "dmuon/dedicated_param.h"
 #include "dmuon/layout.h"
 #include "dmuon/stream.h"
+#include "dmuon/tree_accumulator.h"
 
 namespace dmuon {
 
@@ -81,7 +83,8 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   int untracked_forwards = 0;      ///< forwards without grad inside a pass with grad: recomputation may follow
   std::vector<c10::weak_intrusive_ptr<GroupUse>> uses;
   std::vector<c10::intrusive_ptr<GroupUse>> entered;  ///< forwards in progress, innermost last
-  std::vector<at::Tensor> partial;      ///< [column segments] sums of stage 1 that wait for stage 2; empty when none do
+  std::vector<at::Tensor> partial;  ///< [column segments] sums of stage 1 that wait for stage 2; empty when none do
+  std::map<std::string, TreeAccumulator> trees;  ///< by parameter; reproducible mode only
   std::vector<at::Tensor> accumulated;  ///< [params] gradients kept back by no_sync, in reduce dtype; may be undefined
 
  private:

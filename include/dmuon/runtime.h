@@ -36,6 +36,9 @@ struct RuntimeOptions {
   std::optional<at::ScalarType> reduce_dtype;  ///< on the wire in backward; unset: the compute dtype
   bool cast_forward_inputs = false;            ///< floating inputs of a hook module are cast to the compute dtype
   bool reshard_after_forward = true;           ///< Z3; false is Z2
+  /// Gradients are summed in a fixed binary tree over micro-batches and, inside each, over global data-parallel ranks.
+  /// Give the runtime ReproducibleCommunicators as well; with replicas the shard group's size must be a power of two.
+  bool reproducible = false;
 };
 
 /// Gathers and stage 1 of reductions run in the shard group, on communicators of their own (they may be the same object

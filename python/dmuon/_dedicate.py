@@ -26,6 +26,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     hook_boundary_predicate: BoundaryPredicate | None = None,
     hook_boundary_strict: bool = True,
     owner_strategy: str = "lpt",
+    reproducible: bool = False,
 ) -> Assignment:
     """Dedicates the parameters for which `predicate(name, parameter)` is true.  Collective over `mesh`.
 
@@ -45,6 +46,10 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
         communication; if none is found, an error, or with hook_boundary_strict=False the module itself.  Default:
         `layers.N` and `blocks.N`, then entries of module lists, then the module itself.
     owner_strategy: "lpt" (balanced by predicted optimizer time), "round_robin" or "rank0".
+    reproducible: gradients of dedicated matrices are summed in a fixed binary tree over micro-batches and global ranks,
+        so that 1x4, 2x2 and 4x1 meshes, and one rank with four micro-batches, give the same bits.  Owners receive every
+        rank's gradient and add them themselves: slower, more memory.  With replicas the shard axis must have a power of
+        two of ranks.
 
     Returns the read-only assignment of parameters to owners.
     Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is
@@ -58,10 +63,10 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
             )
     policy = _policy(mp_policy, compute_dtype)
     device = _device(mesh)
-    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device)
+    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device, False)
     replicate = None
     if replicate_mesh is not None:
-        replicate = torch.classes.dmuon.Communicator(replicate_mesh.get_group().group_name, device)
+        replicate = torch.classes.dmuon.Communicator(replicate_mesh.get_group().group_name, device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
     matrices, groups = _agree(gather, replicate, (model, predicate, boundary))
     plan = compute_balanced_assignment(
@@ -72,10 +77,11 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     )
 
     _take_first_ranks_values([gather, replicate], model, device)
-    reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device)
+    reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device, reproducible)
     slot = (mesh.get_local_rank(), replicate_mesh.get_local_rank() if replicate_mesh is not None else 0)
     registered, unsharded = _make_parameters(matrices, plan, slot, policy.param_dtype, device)
-    options = (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs, reshard_after_forward)
+    flags = (policy.cast_forward_inputs, reshard_after_forward, reproducible)
+    options = ((policy.param_dtype, policy.reduce_dtype), flags)
     comms = (gather, reduce, replicate)
     runtime = torch.classes.dmuon.Runtime(plan, registered, unsharded, groups, comms, device, options)
 

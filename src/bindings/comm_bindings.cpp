@@ -6,12 +6,12 @@
 namespace dmuon::bindings {
 namespace {
 
-CommunicatorHandlePtr make_communicator(const std::string& group_name, c10::Device device) {
-  return c10::make_intrusive<CommunicatorHandle>(make_c10d_communicator(group_name, device));
+CommunicatorHandlePtr make_communicator(const std::string& group_name, c10::Device device, bool reproducible) {
+  return c10::make_intrusive<CommunicatorHandle>(make_c10d_communicator(group_name, device), reproducible);
 }
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> stats(const CommunicatorHandlePtr& self) {
-  const auto& counted = self->communicator->stats();
+  const auto& counted = self->recorder->stats();
   return {counted.broadcast_calls, counted.broadcast_bytes, counted.reduce_calls, counted.reduce_bytes};
 }
 
@@ -34,7 +34,7 @@ void register_comm(torch::Library& library) {
       .def("rank", [](const CommunicatorHandlePtr& self) { return static_cast<int64_t>(self->communicator->rank()); })
       .def("size", [](const CommunicatorHandlePtr& self) { return static_cast<int64_t>(self->communicator->size()); })
       .def("stats", &stats)
-      .def("reset_stats", [](const CommunicatorHandlePtr& self) { self->communicator->reset(); })
+      .def("reset_stats", [](const CommunicatorHandlePtr& self) { self->recorder->reset(); })
       .def("agree", &agree)
       .def("broadcast_from_first", &broadcast_values);
 }

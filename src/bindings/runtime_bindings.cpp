@@ -9,8 +9,9 @@ namespace {
 using Groups = std::vector<std::tuple<std::string, std::vector<int64_t>, int64_t>>;  // name, members, exit order
 // gather, reduce, replicate
 using Comms = std::tuple<CommunicatorHandlePtr, CommunicatorHandlePtr, std::optional<CommunicatorHandlePtr>>;
-// param_dtype, reduce_dtype, cast_forward_inputs, reshard_after_forward
-using Options = std::tuple<std::optional<at::ScalarType>, std::optional<at::ScalarType>, bool, bool>;
+using Dtypes = std::tuple<std::optional<at::ScalarType>, std::optional<at::ScalarType>>;  // param, reduce
+using Flags = std::tuple<bool, bool, bool>;  // cast_forward_inputs, reshard_after_forward, reproducible
+using Options = std::tuple<Dtypes, Flags>;
 
 std::vector<GroupSpec> to_groups(const Groups& groups) {
   std::vector<GroupSpec> specs;
@@ -27,12 +28,14 @@ RuntimePtr make_runtime(const PlanPtr& plan, const std::vector<at::Tensor>& regi
   for (size_t i = 0; i < registered.size(); ++i) {
     params.push_back({plan->plan.matrices.at(i).name, registered[i].sizes().vec(), registered[i], unsharded.at(i)});
   }
-  const auto& [param_dtype, reduce_dtype, cast_inputs, reshard] = options;
+  const auto& [param_dtype, reduce_dtype] = std::get<0>(options);
+  const auto& [cast_inputs, reshard, reproducible] = std::get<1>(options);
   const auto& [gather, reduce, replicate] = comms;
   RuntimeComms communicators{gather->communicator, reduce->communicator, nullptr};
   if (replicate) communicators.replicate = (*replicate)->communicator;
   return c10::make_intrusive<Runtime>(plan->plan, std::move(params), to_groups(groups), std::move(communicators),
-                                      device, RuntimeOptions{param_dtype, reduce_dtype, cast_inputs, reshard});
+                                      device,
+                                      RuntimeOptions{param_dtype, reduce_dtype, cast_inputs, reshard, reproducible});
 }
 
 std::optional<int> to_index(std::optional<int64_t> group) {

@@ -164,9 +164,15 @@ void GradientReduction::finish() {
 
 void GradientReduction::deliver(const Share& share) const {
   const auto& leaf = share.param->registered();
+  at::Tensor& grad = leaf.mutable_grad();
   auto mean = share.sum.to(leaf.scalar_type());
   if (options_.divide_factor != 1.0) mean.div_(options_.divide_factor);
-  at::Tensor& grad = leaf.mutable_grad();
+  if (options_.reproducible) {
+    auto& tree = group_.trees[share.param->name()];
+    if (!grad.defined()) tree.clear();
+    grad = tree.add(mean);
+    return;
+  }
   if (grad.defined()) {
     grad.add_(mean);
   } else {

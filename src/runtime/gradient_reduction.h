@@ -15,6 +15,7 @@ namespace dmuon {
 struct ReduceOptions {
   at::ScalarType dtype = at::kFloat;  ///< on the wire
   double divide_factor = 1.0;         ///< the sum over all ranks is divided by this, once, on the owner
+  bool reproducible = false;          ///< micro-batches are added in the group's tree accumulators
   bool across_replicas = true;        ///< false: stage 2 waits for a later backward; the sums are kept in the group
 };
 

@@ -89,6 +89,10 @@ void Runtime::check_inputs(const std::vector<GroupSpec>& groups) const {
                     " shard ranks, the communicator has ", comms_.gather->size());
   TORCH_CHECK_VALUE((comms_.replicate ? comms_.replicate->size() : 1) == plan_.mesh.replicate,
                     "[dmuon.runtime] the plan is for ", plan_.mesh.replicate, " replicas");
+  TORCH_CHECK_VALUE(
+      !options_.reproducible || plan_.mesh.replicate == 1 || (plan_.mesh.shard & (plan_.mesh.shard - 1)) == 0,
+      "[dmuon.runtime] reproducible sums across replicas need a shard group of a power of two ranks, got ",
+      plan_.mesh.shard, ". Use another mesh, or reproducible=False.");
 }
 
 void Runtime::materialize() {

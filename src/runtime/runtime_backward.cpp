@@ -102,7 +102,7 @@ void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
   if (group.trainable()) {
     if (sync_groups_[static_cast<size_t>(group.index())]) {
       drain_shard_stage(pass);
-      const ReduceOptions options{reduce_dtype(), divide_factor_, across_replicas_};
+      const ReduceOptions options{reduce_dtype(), divide_factor_, options_.reproducible, across_replicas_};
       pass.in_shard = std::make_unique<GradientReduction>(group, rank_, *reduce_path_, options, *ledger_);
     } else {
       accumulate_gradients(group, reduce_dtype());
