@@ -29,6 +29,7 @@ PUBLIC_HEADERS = {
         "communicator.h",
         "pending.h",
         "recording_communicator.h",
+        "reproducible_communicator.h",
         "stream.h",
         "thread_communicator.h",
     },

@@ -36,6 +36,11 @@ class Communicator {
   /// buffer's content is lost.
   [[nodiscard]] virtual Pending reduce(std::span<const OwnerSegment> segments) = 0;
 
+  /// Copies every rank's segment to its root, as one grouped call on the current stream.  `received[i]`: [size, numel]
+  /// on the root of segments[i], undefined elsewhere; borrowed like the segments.
+  [[nodiscard]] virtual Pending gather(std::span<const OwnerSegment> segments,
+                                       const std::vector<at::Tensor>& received) = 0;
+
   /// Every rank's text, by rank.  Blocks the host; for set-up only.
   [[nodiscard]] virtual std::vector<std::string> exchange(const std::string& text) = 0;
 };

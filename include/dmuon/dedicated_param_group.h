@@ -4,6 +4,7 @@
 // Driven by Runtime, which decides when; the group only knows how.  One thread at a time.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,14 +13,20 @@
 #include "dmuon/dedicated_param.h"
 #include "dmuon/layout.h"
 #include "dmuon/stream.h"
+#include "dmuon/tree_accumulator.h"
 
 namespace dmuon {
 
 class GroupBuffers;
+struct BufferPlacement;
 class MemoryLedger;
 
 enum class GroupState { kSharded, kUnsharding, kUnsharded };
 [[nodiscard]] const char* to_string(GroupState state);
+
+/// What a gather sends: the masters' present values; the published copy, after checking that it is up to date (with
+/// replicas); or the published copy as the forward of this backward sent it.
+enum class Source { kMasters, kPublished, kSameAsForward };
 
 /// One forward through the group whose graph may still be alive: held by the graph's nodes and hooks, and by nobody
 /// else, so that its death is the graph's.
@@ -49,12 +56,18 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   [[nodiscard]] bool trainable() const;
 
   /// Allocates (or re-allocates on another device) and links all parameters; values of the masters are kept.
-  void materialize(plan::Slot rank, c10::Device device, at::ScalarType compute_dtype, MemoryLedger& ledger);
+  void materialize(const BufferPlacement& placement, MemoryLedger& ledger);
   [[nodiscard]] bool materialized() const { return buffers_ != nullptr; }
 
-  /// Sharded -> Unsharding: allocates and broadcasts on `stream`.  `refresh`: take the masters' present values first.
+  /// After a step: casts the owned masters and broadcasts them across the replicate group on `stream`.  The wait is
+  /// the group's next gather, whatever asks for it, or `wait_publish`.  A publish that nobody consumed is waited for
+  /// first.
+  void begin_publish(Communicator& replicate, const Stream& stream);
+  void wait_publish() { publish_.wait(); }
+
+  /// Sharded -> Unsharding: allocates and broadcasts on `stream`, which waits for an outstanding publish.
   /// On an unsharded group the same values are sent again into the same buffers.
-  void begin_gather(Communicator& communicator, const Stream& stream, bool refresh);
+  void begin_gather(Communicator& communicator, const Stream& stream, Source source);
   /// Unsharding -> Unsharded: the current stream waits.
   void wait_gather();
   /// -> Sharded: frees the gather buffer (after an outstanding gather has been waited for).
@@ -68,6 +81,8 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   int untracked_forwards = 0;      ///< forwards without grad inside a pass with grad: recomputation may follow
   std::vector<c10::weak_intrusive_ptr<GroupUse>> uses;
   std::vector<c10::intrusive_ptr<GroupUse>> entered;  ///< forwards in progress, innermost last
+  std::vector<at::Tensor> partial;  ///< [column segments] sums of stage 1 that wait for stage 2; empty when none do
+  std::map<std::string, TreeAccumulator> trees;  ///< by parameter; reproducible mode only
   std::vector<at::Tensor> accumulated;  ///< [params] gradients kept back by no_sync, in reduce dtype; may be undefined
 
  private:
@@ -79,6 +94,7 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   GroupState state_ = GroupState::kSharded;
   std::unique_ptr<GroupBuffers> buffers_;
   Pending gather_;
+  Pending publish_;
 };
 
 using DedicatedParamGroupPtr = c10::intrusive_ptr<DedicatedParamGroup>;

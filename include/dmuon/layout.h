@@ -29,7 +29,7 @@ struct Segment {
   std::int64_t payload = 0;  ///< elements without alignment
 };
 
-/// Segments of one group, ordered by owner (replicate, then shard): the same on every rank.
+/// Segments of one group, ordered by owner (shard, then replicate: a column is contiguous): the same on every rank.
 struct GroupLayout {
   std::vector<Segment> segments;
 

@@ -18,6 +18,7 @@ struct MemoryOptions {
   bool published_copy = true;       ///< false when the compute dtype is the master dtype: the master is what is sent
   bool grad_aliases_reduce = true;  ///< false when the reduce dtype is not the master dtype: `.grad` is a cast copy
   bool reshard_after_forward = true;
+  bool replicated = false;  ///< there is a replicate mesh: stage 2 of one group is in flight while the next is reduced
 };
 
 struct MemoryEstimate {

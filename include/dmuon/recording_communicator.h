@@ -7,7 +7,8 @@
 
 namespace dmuon {
 
-/// Bytes are this rank's share: received in broadcasts (segments of other roots), sent in reductions (likewise).
+/// Bytes are this rank's share: received in broadcasts (segments of other roots), sent in reductions and gathers to a
+/// root (likewise; both count as reductions).
 /// Summed over the ranks of a group of N, a gather of P bytes counts (N-1) P, a reduction as much.
 struct CommStats {
   std::int64_t broadcast_calls = 0;
@@ -24,6 +25,7 @@ class RecordingCommunicator final : public Communicator {
   int size() const override { return inner_->size(); }
   Pending broadcast(std::span<const OwnerSegment> segments) override;
   Pending reduce(std::span<const OwnerSegment> segments) override;
+  Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override;
   std::vector<std::string> exchange(const std::string& text) override { return inner_->exchange(text); }
 
   [[nodiscard]] const CommStats& stats() const { return stats_; }

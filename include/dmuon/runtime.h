@@ -36,15 +36,22 @@ struct RuntimeOptions {
   std::optional<at::ScalarType> reduce_dtype;  ///< on the wire in backward; unset: the compute dtype
   bool cast_forward_inputs = false;            ///< floating inputs of a hook module are cast to the compute dtype
   bool reshard_after_forward = true;           ///< Z3; false is Z2
+  /// Gradients are summed in a fixed binary tree over micro-batches and, inside each, over global data-parallel ranks.
+  /// Give the runtime ReproducibleCommunicators as well; with replicas the shard group's size must be a power of two.
+  bool reproducible = false;
 };
 
-/// The two communicators of the shard group.  They may be the same object only if no backward gathers (Z2).
+/// Gathers and stage 1 of reductions run in the shard group, on communicators of their own (they may be the same object
+/// only if no backward gathers, Z2); stage 2 and publishes run in the replicate group, null without a replicate mesh.
 struct RuntimeComms {
   CommunicatorPtr gather;
   CommunicatorPtr reduce;
+  CommunicatorPtr replicate;
 };
 
 class BackwardPass;
+class GradientReduction;
+struct ReducePath;
 struct ForwardPass;
 class MemoryLedger;
 
@@ -72,6 +79,14 @@ class Runtime : public torch::CustomClassHolder {
   void set_requires_gradient_sync(bool enabled, std::optional<int> group = std::nullopt);
   [[nodiscard]] bool requires_gradient_sync(int group) const { return sync_groups_.at(static_cast<size_t>(group)); }
   void set_reshard_after_forward(bool enabled, std::optional<int> group = std::nullopt);
+  /// HSDP: false keeps the shard group's sums on the row owners until a later backward sends them across replicas.
+  void set_requires_all_reduce(bool enabled);
+
+  /// HSDP, after the optimizer changed this group's masters: sends them to the replicas, in the background.  Every rank
+  /// publishes every group, in module order.  No-op without a replicate mesh.
+  void publish(int group);
+  /// Waits for all publishes that no gather has consumed.
+  void wait_publishes();
   /// The sum over ranks is divided by `factor` instead of the number of ranks.
   void set_gradient_divide_factor(double factor);
   /// Drops gradients that no_sync kept back (part of zero_grad).
@@ -79,6 +94,8 @@ class Runtime : public torch::CustomClassHolder {
 
   /// I1-I3 at this moment; throws naming parameter, rank and slot.  Cheap: no communication, no synchronisation.
   void check_invariants() const;
+  /// I4: every replica holds the same published bytes.  Collective over the replicate group; reads all of them.
+  void check_replicas();
   [[nodiscard]] std::int64_t live_bytes() const;
   [[nodiscard]] std::int64_t peak_bytes() const;
   void track_memory();
@@ -97,10 +114,11 @@ class Runtime : public torch::CustomClassHolder {
 
  private:
   void check_inputs(const std::vector<GroupSpec>& groups) const;
-  void gather(DedicatedParamGroup& group, bool refresh);
+  void gather(DedicatedParamGroup& group, Source source);
   void gather_for_forward(DedicatedParamGroup& group);
   void gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group);
   bool issue_next_backward_gather(BackwardPass& pass);
+  [[nodiscard]] Source forward_source() const { return comms_.replicate ? Source::kPublished : Source::kMasters; }
   std::vector<at::Tensor> enter_graph(DedicatedParamGroup& group, std::vector<at::Tensor> inputs);
   [[nodiscard]] bool keeps_after_forward(const DedicatedParamGroup& group) const;
 
@@ -108,7 +126,9 @@ class Runtime : public torch::CustomClassHolder {
   void finish_backward(BackwardPass& pass);
   void advance_reductions(BackwardPass& pass, bool all);
   void reduce(BackwardPass& pass, DedicatedParamGroup& group);
-  void drain_reduction(BackwardPass& pass);
+  void drain_shard_stage(BackwardPass& pass);
+  void drain_replicate_stage(BackwardPass& pass);
+  void wait_for_peers(BackwardPass& pass, const GradientReduction& reduction);
   [[nodiscard]] bool complete(const DedicatedParamGroup& group, std::int64_t pass) const;
   [[nodiscard]] static bool skippable(const DedicatedParamGroup& group);
   void check_no_late_gradient(const BackwardPass& pass) const;
@@ -125,9 +145,10 @@ class Runtime : public torch::CustomClassHolder {
   RuntimeOptions options_;
   at::ScalarType compute_dtype_;
   Stream gather_stream_;
-  Stream reduce_stream_;
+  std::unique_ptr<ReducePath> reduce_path_;
   std::unique_ptr<MemoryLedger> ledger_;
   std::vector<bool> sync_groups_;
+  bool across_replicas_ = true;
   double divide_factor_;
   bool materialized_ = false;
   std::unique_ptr<ForwardPass> forward_;
@@ -138,9 +159,11 @@ class Runtime : public torch::CustomClassHolder {
 
 using RuntimePtr = c10::intrusive_ptr<Runtime>;
 
-/// All ranks report their set-up error (or "") and a description of their input, one line per matrix.  Throws the same
-/// c10::ValueError on every rank if any rank has an error or the descriptions differ; names the rank and the parameter.
-void agree_on_inputs(Communicator& communicator, const std::string& error, const std::string& description);
+/// All ranks of all `communicators` (shard group, then replicate group if there is one) report their set-up error (or
+/// "") and a description of their input, one line per matrix.  Throws the same kind of c10::ValueError on every rank if
+/// any rank has an error or the descriptions differ; names the rank and the parameter.
+void agree_on_inputs(const std::vector<Communicator*>& communicators, const std::string& error,
+                     const std::string& description);
 
 /// Every tensor takes rank 0's values (set-up; blocks the host).  Tensors of any device and layout.
 void broadcast_from_first(Communicator& communicator, const std::vector<at::Tensor>& tensors, c10::Device device);

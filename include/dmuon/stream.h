@@ -36,6 +36,8 @@ class Stream {
   Stream(c10::Device device, StreamPriority priority);
   /// Work enqueued on this stream from now on waits for what the current stream holds now.
   void wait_current() const;
+  /// Likewise for what `other` holds now.
+  void wait_for(const Stream& other) const;
 
  private:
   friend class StreamScope;

@@ -17,7 +17,7 @@ from ._fsdp2 import install_patch, no_sync, uninstall_patch  # noqa: E402
 from ._handles import DedicatedParam, DedicatedParamGroup, get_dedicated_params  # noqa: E402
 from ._muon import Muon  # noqa: E402
 from ._newton_schulz import newton_schulz  # noqa: E402
-from ._report import comm_stats, memory_report  # noqa: E402
+from ._report import check_invariants, comm_stats, memory_report, publish  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "DedicatedParam",
     "DedicatedParamGroup",
     "Muon",
+    "check_invariants",
     "comm_stats",
     "compute_balanced_assignment",
     "dedicate_params",
@@ -34,6 +35,7 @@ __all__ = [
     "memory_report",
     "newton_schulz",
     "no_sync",
+    "publish",
     "uninstall_patch",
 ]
 

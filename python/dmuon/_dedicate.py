@@ -26,6 +26,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     hook_boundary_predicate: BoundaryPredicate | None = None,
     hook_boundary_strict: bool = True,
     owner_strategy: str = "lpt",
+    reproducible: bool = False,
 ) -> Assignment:
     """Dedicates the parameters for which `predicate(name, parameter)` is true.  Collective over `mesh`.
 
@@ -34,6 +35,9 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     not sharded yet take rank 0's values.  Call it before `fully_shard`, which then skips the dedicated parameters.
 
     mesh: 1-D, the ranks that share the data-parallel work.
+    replicate_mesh: 1-D, for HSDP: the ranks with this rank's shard coordinate, one per replica.  Owners are then
+        spread over both axes; gathers stay inside `mesh`, gradients are summed there first and then across replicas,
+        and after a step the owner sends new weights to its replicas.
     reshard_after_forward: True frees gathered weights after forward and gathers them again in backward (Z3); False
         keeps them until backward (Z2).
     mp_policy: FSDP2's policy.  param_dtype: what is sent and computed with; reduce_dtype: what gradients are summed in;
@@ -42,35 +46,50 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
         communication; if none is found, an error, or with hook_boundary_strict=False the module itself.  Default:
         `layers.N` and `blocks.N`, then entries of module lists, then the module itself.
     owner_strategy: "lpt" (balanced by predicted optimizer time), "round_robin" or "rank0".
+    reproducible: gradients of dedicated matrices are summed in a fixed binary tree over micro-batches and global ranks,
+        so that 1x4, 2x2 and 4x1 meshes, and one rank with four micro-batches, give the same bits.  Owners receive every
+        rank's gradient and add them themselves: slower, more memory.  With replicas the shard axis must have a power of
+        two of ranks.
 
     Returns the read-only assignment of parameters to owners.
     Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is
     not 2-D or not floating, a parameter dedicated or sharded already, a boundary not found, ranks that disagree.
     """
-    if replicate_mesh is not None:
-        raise NotImplementedError("[dmuon.dedicate_params] replicate_mesh (HSDP) is not supported yet")
-    if mesh.ndim != 1:
-        raise ValueError(f"[dmuon.dedicate_params] mesh must be 1-D, got {mesh.ndim}-D {mesh}; pass mesh['shard']")
+    for name, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
+        if axis is not None and axis.ndim != 1:
+            raise ValueError(
+                f"[dmuon.dedicate_params] {name} must be 1-D, got {axis.ndim}-D {axis}; of a 2-D mesh pass "
+                "mesh['shard'] and replicate_mesh=mesh['replicate']"
+            )
     policy = _policy(mp_policy, compute_dtype)
     device = _device(mesh)
-    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device)
+    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device, False)
+    replicate = None
+    if replicate_mesh is not None:
+        replicate = torch.classes.dmuon.Communicator(replicate_mesh.get_group().group_name, device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
-    matrices, groups = _agree(gather, model, predicate, boundary)
+    matrices, groups = _agree(gather, replicate, (model, predicate, boundary))
     plan = compute_balanced_assignment(
-        [(m.name, *m.parameter.shape, m.layer) for m in matrices], mesh.size(), owner_strategy=owner_strategy
+        [(m.name, *m.parameter.shape, m.layer) for m in matrices],
+        mesh.size(),
+        replicate_mesh.size() if replicate_mesh is not None else 1,
+        owner_strategy=owner_strategy,
     )
 
-    _take_first_ranks_values(gather, model, device)
-    gather.reset_stats()
-    reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device)
-    registered, unsharded = _make_parameters(matrices, plan, mesh.get_local_rank(), policy.param_dtype, device)
-    options = (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs, reshard_after_forward)
-    runtime = torch.classes.dmuon.Runtime(plan, registered, unsharded, groups, (gather, reduce), device, options)
+    _take_first_ranks_values([gather, replicate], model, device)
+    reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device, reproducible)
+    slot = (mesh.get_local_rank(), replicate_mesh.get_local_rank() if replicate_mesh is not None else 0)
+    registered, unsharded = _make_parameters(matrices, plan, slot, policy.param_dtype, device)
+    flags = (policy.cast_forward_inputs, reshard_after_forward, reproducible)
+    options = ((policy.param_dtype, policy.reduce_dtype), flags)
+    comms = (gather, reduce, replicate)
+    runtime = torch.classes.dmuon.Runtime(plan, registered, unsharded, groups, comms, device, options)
 
-    params = [DedicatedParam(h, p, True) for h, p in zip(runtime.params(), registered, strict=True)]
+    one_dimensional = replicate_mesh is None
+    params = [DedicatedParam(h, p, one_dimensional) for h, p in zip(runtime.params(), registered, strict=True)]
     by_index = [[params[i] for i in members] for _, members, _ in groups]
     handles = [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
-    dedication = Dedication(runtime, plan, gather, reduce, params, handles, unsharded)
+    dedication = Dedication(runtime, plan, comms, params, handles, unsharded)
     _install(model, dedication, matrices, [boundary.modules[name] for name, _, _ in groups], policy.output_dtype)
     if not any(m.parameter.is_meta for m in matrices):
         runtime.materialize()
@@ -92,29 +111,33 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _agree(
-    gather: torch.ScriptObject, model: nn.Module, predicate: Predicate, boundary: Boundary
+    gather: torch.ScriptObject,
+    replicate: torch.ScriptObject | None,
+    selection: tuple[nn.Module, Predicate, Boundary],
 ) -> tuple[list[Matrix], list[tuple[str, list[int], int]]]:
     """Selects on this rank; then all ranks succeed, or all raise the same error."""
     matrices: list[Matrix] = []
     groups: list[tuple[str, list[int], int]] = []
     cause: Exception | None = None
     try:
-        matrices = select(model, predicate, boundary)
-        groups = group_by_boundary(matrices, boundary.modules)
+        matrices = select(*selection)
+        groups = group_by_boundary(matrices, selection[2].modules)
     except Exception as error:
         cause = error
     message = "" if cause is None else str(cause) if isinstance(cause, ValueError) else repr(cause)
     try:
-        gather.agree(message, "\n".join(matrix.describe() for matrix in matrices))
+        gather.agree(replicate, message, "\n".join(matrix.describe() for matrix in matrices))
     except (ValueError, RuntimeError) as error:
         raise ValueError(str(error)) from cause
     return matrices, groups
 
 
-def _take_first_ranks_values(gather: torch.ScriptObject, model: nn.Module, device: torch.device) -> None:
+def _take_first_ranks_values(comms: list[torch.ScriptObject | None], model: nn.Module, device: torch.device) -> None:
     """Different seeds per rank must not train different models."""
     state = {id(t): t for t in [*model.parameters(), *model.buffers()] if not t.is_meta and not isinstance(t, DTensor)}
-    gather.broadcast_from_first([t.detach() for t in state.values()], device)
+    for comm in (comm for comm in comms if comm is not None):
+        comm.broadcast_from_first([t.detach() for t in state.values()], device)
+        comm.reset_stats()
 
 
 def _group_for_reductions(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -125,16 +148,19 @@ def _group_for_reductions(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _make_parameters(
-    matrices: list[Matrix], plan: torch.ScriptObject, rank: int, dtype: torch.dtype | None, device: torch.device
+    matrices: list[Matrix],
+    plan: torch.ScriptObject,
+    slot: tuple[int, int],
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Per matrix the registered and the unsharded parameter; the runtime moves their data into its buffers."""
     registered, unsharded = [], []
-    for matrix, (shard, _) in zip(matrices, plan.owners(), strict=True):
+    for matrix, owner in zip(matrices, plan.owners(), strict=True):
         original = matrix.parameter
-        master = "meta" if shard != rank or original.is_meta else device
+        master = "meta" if tuple(owner) != slot or original.is_meta else device
         data = original.detach().to(master_dtype(original.dtype))
         registered.append(nn.Parameter(data.to(master), requires_grad=original.requires_grad))
-        mark_dedicated(registered[-1], shard)
         empty = torch.empty(0, dtype=dtype or original.dtype, device=device)
         unsharded.append(nn.Parameter(empty, requires_grad=original.requires_grad))
     return registered, unsharded
@@ -150,6 +176,7 @@ def _install(
     """Registers parameters and hooks; from here on the model is dedicated."""
     by_module: dict[nn.Module, list] = {}
     for index, matrix in enumerate(matrices):
+        mark_dedicated(dedication.params[index].parameter, dedication.params[index].owner_rank)
         for site in matrix.sites:
             site.index = index
             site.module._parameters[site.attribute] = dedication.params[index].parameter

@@ -52,8 +52,9 @@ def uninstall_patch() -> None:
 def share_controls(root: nn.Module, hook_modules: list[nn.Module], dedication: Dedication) -> None:
     """FSDP2's controls, called on the root or on a hook module, act on our groups as well.
 
-    `set_requires_gradient_sync`, `set_reshard_after_forward` and `set_gradient_divide_factor` become attributes of
-    these instances; FSDP2's own method still runs where the module is fully sharded.
+    `set_requires_gradient_sync` and `set_reshard_after_forward` become attributes of these instances, and
+    `set_gradient_divide_factor` and `set_requires_all_reduce` of the root; FSDP2's own method still runs where the
+    module is fully sharded.
     """
     runtime = dedication.runtime
     inside = {id(module): {id(child) for child in module.modules()} for module in [root, *hook_modules]}
@@ -75,12 +76,16 @@ def share_controls(root: nn.Module, hook_modules: list[nn.Module], dedication: D
         add(module, "set_requires_gradient_sync", runtime.set_requires_gradient_sync)
         add(module, "set_reshard_after_forward", runtime.set_reshard_after_forward)
 
-    def set_divide_factor(factor: float) -> None:
-        if theirs := getattr(type(root), "set_gradient_divide_factor", None):
-            theirs(root, factor)
-        runtime.set_gradient_divide_factor(factor)
+    def add_to_root(name: str, act: Callable) -> None:
+        def control(value: bool | float, **kwargs: bool) -> None:
+            if theirs := getattr(type(root), name, None):
+                theirs(root, value, **kwargs)
+            act(value)
 
-    object.__setattr__(root, "set_gradient_divide_factor", set_divide_factor)
+        object.__setattr__(root, name, control)
+
+    add_to_root("set_gradient_divide_factor", runtime.set_gradient_divide_factor)
+    add_to_root("set_requires_all_reduce", runtime.set_requires_all_reduce)
 
 
 @contextlib.contextmanager

@@ -71,12 +71,16 @@ class Dedication:
 
     runtime: torch.ScriptObject
     plan: torch.ScriptObject
-    gather: torch.ScriptObject
-    reduce: torch.ScriptObject
+    comms: tuple[torch.ScriptObject, torch.ScriptObject, torch.ScriptObject | None]
+    """Communicators of gathers, of stage 1 of reductions, and of the replicate group."""
     params: list[DedicatedParam]
     groups: list[DedicatedParamGroup]
     unsharded: list[nn.Parameter]
     sites: list[Site] = field(default_factory=list)
+
+    def communicators(self) -> list[torch.ScriptObject]:
+        """Those that exist."""
+        return [comm for comm in self.comms if comm is not None]
 
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """`parameter` takes the place of the registered one (a module's `_apply` made a new object)."""

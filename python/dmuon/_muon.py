@@ -17,6 +17,10 @@ _GROUP_KEYS = (
 )  # fmt: skip
 
 
+_BATCH_ELEMENTS = 1 << 26
+"""Matrices of consecutive groups are stepped together up to this many elements; then their groups are published."""
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum, Newton-Schulz and the update run on each matrix's owner; other ranks have nothing to do for it.
 
@@ -29,7 +33,8 @@ class Muon(torch.optim.Optimizer):
 
     ns_backend: "gram", "gram_accurate" or "standard".  ns_coefficients: "polar_express", "you" or "keller_jordan".
     adjust_lr_fn: "match_rms_adamw" (scale 0.2 sqrt(max(rows, cols))) or "original" (sqrt(max(1, rows / cols))).
-    replicate_async: for HSDP: publish updated matrices while the next forward already runs.
+    replicate_async: for HSDP: a group's new weights travel to its replicas from the moment they are computed until the
+        next use of the group; False waits for all of them at the end of `step`.  Same operations, same bits.
     param_groups: dicts with "params" (parameters of the model) and any of name, lr or muon_lr, weight_decay or
         muon_weight_decay, momentum, nesterov, adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps; what is absent
         comes from the constructor.  Each becomes a Muon group and AdamW groups.  Every trainable parameter must be
@@ -100,36 +105,62 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of everything.  No communication; `closure` is evaluated first, with gradients, as in torch."""
+        """One update of everything.  `closure` is evaluated first, with gradients, as in torch.
+
+        Nothing is communicated but HSDP's publishes.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._report_nonfinite()
-        for group in self.param_groups:
-            if group["use_muon"]:
-                self._step_matrices(group)
+        self._step_matrices()
         if self._adamw is not None:
             self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
             self._adamw.state = self.state
             self._adamw.step()
         return loss
 
-    def _step_matrices(self, group: dict[str, Any]) -> None:
-        rows = []
-        for p in group["params"]:
-            if p.is_meta or p.grad is None:
-                continue
-            state = self.state[p]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.contiguous_format)
-            rows.append((self._names[p], p.detach(), p.grad, state["momentum_buffer"]))
-        hyper = (float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
-        flags = self._stepper.step(rows, hyper)
-        if flags:
+    def _step_matrices(self) -> None:
+        """Communication group by communication group in the order of the next forward, a batch of groups at a time, so
+        that the first ones can be published while the last ones are still being computed.
+        """
+        runtime = self._dedication.runtime
+        runtime.wait_publishes()
+        hyper = {p: group for group in self.param_groups if group["use_muon"] for p in group["params"]}
+        waiting: list[int] = []
+        owned: list[nn.Parameter] = []
+        for index, group in enumerate(self._dedication.groups):
+            waiting.append(index)
+            parameters = (param.parameter for param in group.params if param.is_owner)
+            owned += [p for p in parameters if p in hyper and p.grad is not None]
+            if index + 1 == len(self._dedication.groups) or sum(p.numel() for p in owned) >= _BATCH_ELEMENTS:
+                self._step_batch(owned, hyper)
+                for ready in waiting:
+                    runtime.publish(ready)
+                waiting, owned = [], []
+        if not self.replicate_async:
+            runtime.wait_publishes()
+
+    def _step_batch(self, parameters: list[nn.Parameter], hyper: dict[nn.Parameter, dict[str, Any]]) -> None:
+        by_group: dict[int, list[nn.Parameter]] = {}
+        for p in parameters:
+            by_group.setdefault(id(hyper[p]), []).append(p)
+        for members in by_group.values():
+            group = hyper[members[0]]
+            rows = [(self._names[p], p.detach(), p.grad, self._momentum_of(p)) for p in members]
+            flags = self._stepper.step(
+                rows, (float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
+            )
             self._reports.append(_FiniteReport([row[0] for row in rows], flags))
         if self._reports and not self._reports[-1].on_device:
             self._report_nonfinite()
+
+    def _momentum_of(self, p: nn.Parameter) -> torch.Tensor:
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        return state["momentum_buffer"]
 
     def _report_nonfinite(self) -> None:
         """Warns once per step about updates that were NaN or Inf; on a GPU as soon as the step's flags have arrived."""
@@ -194,7 +225,7 @@ def _check_values(values: dict[str, Any]) -> None:
 
 def _managed(names: dict[nn.Parameter, str], dedication: Dedication) -> list[nn.Parameter]:
     """All trainable parameters, after checking that somebody averages the gradient of each."""
-    alone = dedication.gather.size() == 1 or not dist.is_initialized()
+    alone = all(comm.size() == 1 for comm in dedication.communicators()) or not dist.is_initialized()
     for p, name in names.items():
         if p.requires_grad and not alone and not hasattr(p, "_dedicated_owner_rank") and not isinstance(p, DTensor):
             raise ValueError(

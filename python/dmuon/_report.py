@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from ._handles import the_dedication
+from ._handles import find_dedications, the_dedication
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,41 @@ class CommStats:
     broadcast_bytes: int
     reduce_calls: int
     reduce_bytes: int
+    publish_calls: int = 0
+    """Across replicas, after steps; 0 without a replicate mesh, like the rest below."""
+    publish_bytes: int = 0
+    replicate_reduce_calls: int = 0
+    replicate_reduce_bytes: int = 0
 
 
 def comm_stats(model: nn.Module, *, reset: bool = False) -> CommStats:
     """Counts since `dedicate_params` or the last reset.  Over N ranks a gather of P bytes counts (N-1) P in all."""
     dedication = the_dedication(model, "comm_stats")
-    counted = [dedication.gather.stats()[:2], dedication.reduce.stats()[2:]]
+    gather, reduce, replicate = dedication.comms
+    counted = CommStats(*gather.stats()[:2], *reduce.stats()[2:], *(() if replicate is None else replicate.stats()))
     if reset:
-        dedication.gather.reset_stats()
-        dedication.reduce.reset_stats()
-    return CommStats(*counted[0], *counted[1])
+        for comm in dedication.communicators():
+            comm.reset_stats()
+    return counted
+
+
+def check_invariants(model: nn.Module) -> None:
+    """One owner a matrix, published copies on its column only, reduced gradients on the owner only, equal replicas.
+
+    Collective over the replicate mesh if there is one; otherwise local and cheap.  Raises RuntimeError naming
+    parameter, rank and slot.
+    """
+    for dedication in find_dedications(model):
+        dedication.runtime.check_invariants()
+        dedication.runtime.check_replicas()
+
+
+def publish(model: nn.Module) -> None:
+    """Sends masters that were changed outside the optimizer to their replicas; collective.  No-op without replicas."""
+    for dedication in find_dedications(model):
+        for index in range(len(dedication.groups)):
+            dedication.runtime.publish(index)
+        dedication.runtime.wait_publishes()
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,20 @@
 namespace dmuon::bindings {
 namespace {
 
-CommunicatorHandlePtr make_communicator(const std::string& group_name, c10::Device device) {
-  return c10::make_intrusive<CommunicatorHandle>(make_c10d_communicator(group_name, device));
+CommunicatorHandlePtr make_communicator(const std::string& group_name, c10::Device device, bool reproducible) {
+  return c10::make_intrusive<CommunicatorHandle>(make_c10d_communicator(group_name, device), reproducible);
 }
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> stats(const CommunicatorHandlePtr& self) {
-  const auto& counted = self->communicator->stats();
+  const auto& counted = self->recorder->stats();
   return {counted.broadcast_calls, counted.broadcast_bytes, counted.reduce_calls, counted.reduce_bytes};
 }
 
-void agree(const CommunicatorHandlePtr& self, const std::string& error, const std::string& description) {
-  agree_on_inputs(*self->communicator, error, description);
+void agree(const CommunicatorHandlePtr& self, const std::optional<CommunicatorHandlePtr>& replicate,
+           const std::string& error, const std::string& description) {
+  std::vector<Communicator*> communicators{self->communicator.get()};
+  if (replicate) communicators.push_back((*replicate)->communicator.get());
+  agree_on_inputs(communicators, error, description);
 }
 
 void broadcast_values(const CommunicatorHandlePtr& self, const std::vector<at::Tensor>& tensors, c10::Device device) {
@@ -31,7 +34,7 @@ void register_comm(torch::Library& library) {
       .def("rank", [](const CommunicatorHandlePtr& self) { return static_cast<int64_t>(self->communicator->rank()); })
       .def("size", [](const CommunicatorHandlePtr& self) { return static_cast<int64_t>(self->communicator->size()); })
       .def("stats", &stats)
-      .def("reset_stats", [](const CommunicatorHandlePtr& self) { self->communicator->reset(); })
+      .def("reset_stats", [](const CommunicatorHandlePtr& self) { self->recorder->reset(); })
       .def("agree", &agree)
       .def("broadcast_from_first", &broadcast_values);
 }

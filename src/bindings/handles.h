@@ -5,6 +5,7 @@
 
 #include "dmuon/plan.h"
 #include "dmuon/recording_communicator.h"
+#include "dmuon/reproducible_communicator.h"
 
 namespace dmuon::bindings {
 
@@ -13,10 +14,14 @@ struct PlanHandle : torch::CustomClassHolder {
   plan::Plan plan;
 };
 
+/// `communicator` is what the runtime calls; `recorder` counts what reaches the wire.
 struct CommunicatorHandle : torch::CustomClassHolder {
-  explicit CommunicatorHandle(CommunicatorPtr inner)
-      : communicator(std::make_shared<RecordingCommunicator>(std::move(inner))) {}
-  std::shared_ptr<RecordingCommunicator> communicator;
+  CommunicatorHandle(CommunicatorPtr inner, bool reproducible)
+      : recorder(std::make_shared<RecordingCommunicator>(std::move(inner))), communicator(recorder) {
+    if (reproducible) communicator = std::make_shared<ReproducibleCommunicator>(recorder);
+  }
+  std::shared_ptr<RecordingCommunicator> recorder;
+  CommunicatorPtr communicator;
 };
 
 using PlanPtr = c10::intrusive_ptr<PlanHandle>;

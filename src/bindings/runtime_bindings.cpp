@@ -7,9 +7,11 @@ namespace dmuon::bindings {
 namespace {
 
 using Groups = std::vector<std::tuple<std::string, std::vector<int64_t>, int64_t>>;  // name, members, exit order
-using Comms = std::tuple<CommunicatorHandlePtr, CommunicatorHandlePtr>;              // gather, reduce
-// param_dtype, reduce_dtype, cast_forward_inputs, reshard_after_forward
-using Options = std::tuple<std::optional<at::ScalarType>, std::optional<at::ScalarType>, bool, bool>;
+// gather, reduce, replicate
+using Comms = std::tuple<CommunicatorHandlePtr, CommunicatorHandlePtr, std::optional<CommunicatorHandlePtr>>;
+using Dtypes = std::tuple<std::optional<at::ScalarType>, std::optional<at::ScalarType>>;  // param, reduce
+using Flags = std::tuple<bool, bool, bool>;  // cast_forward_inputs, reshard_after_forward, reproducible
+using Options = std::tuple<Dtypes, Flags>;
 
 std::vector<GroupSpec> to_groups(const Groups& groups) {
   std::vector<GroupSpec> specs;
@@ -26,10 +28,14 @@ RuntimePtr make_runtime(const PlanPtr& plan, const std::vector<at::Tensor>& regi
   for (size_t i = 0; i < registered.size(); ++i) {
     params.push_back({plan->plan.matrices.at(i).name, registered[i].sizes().vec(), registered[i], unsharded.at(i)});
   }
-  const auto& [param_dtype, reduce_dtype, cast_inputs, reshard] = options;
-  return c10::make_intrusive<Runtime>(plan->plan, std::move(params), to_groups(groups),
-                                      RuntimeComms{std::get<0>(comms)->communicator, std::get<1>(comms)->communicator},
-                                      device, RuntimeOptions{param_dtype, reduce_dtype, cast_inputs, reshard});
+  const auto& [param_dtype, reduce_dtype] = std::get<0>(options);
+  const auto& [cast_inputs, reshard, reproducible] = std::get<1>(options);
+  const auto& [gather, reduce, replicate] = comms;
+  RuntimeComms communicators{gather->communicator, reduce->communicator, nullptr};
+  if (replicate) communicators.replicate = (*replicate)->communicator;
+  return c10::make_intrusive<Runtime>(plan->plan, std::move(params), to_groups(groups), std::move(communicators),
+                                      device,
+                                      RuntimeOptions{param_dtype, reduce_dtype, cast_inputs, reshard, reproducible});
 }
 
 std::optional<int> to_index(std::optional<int64_t> group) {
@@ -51,9 +57,10 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> predict_memory(const RuntimePtr& 
   options.master_bytes = static_cast<int64_t>(at::elementSize(master));
   options.compute_bytes = static_cast<int64_t>(at::elementSize(self->compute_dtype()));
   options.reduce_bytes = static_cast<int64_t>(at::elementSize(self->reduce_dtype()));
-  options.published_copy = master != self->compute_dtype();
+  options.published_copy = master != self->compute_dtype() || self->plan().mesh.replicate > 1;
   options.grad_aliases_reduce = master == self->reduce_dtype();
   options.reshard_after_forward = self->groups().front()->reshard_after_forward;
+  options.replicated = self->plan().mesh.replicate > 1;
   std::vector<plan::GroupLayout> layouts;
   for (const auto& group : self->groups()) layouts.push_back(group->layout());
   const auto estimate = plan::predict_memory(layouts, self->rank(), options);
@@ -106,6 +113,10 @@ void register_runtime(torch::Library& library) {
            [](const RuntimePtr& self, bool enabled, std::optional<int64_t> group) {
              self->set_reshard_after_forward(enabled, to_index(group));
            })
+      .def("set_requires_all_reduce", &Runtime::set_requires_all_reduce)
+      .def("publish", [](const RuntimePtr& self, int64_t group) { self->publish(static_cast<int>(group)); })
+      .def("wait_publishes", &Runtime::wait_publishes)
+      .def("check_replicas", &Runtime::check_replicas)
       .def("set_gradient_divide_factor", &Runtime::set_gradient_divide_factor)
       .def("clear_accumulated", &Runtime::clear_accumulated)
       .def("check_invariants", &Runtime::check_invariants)

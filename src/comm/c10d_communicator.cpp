@@ -39,6 +39,19 @@ class C10dCommunicator final : public Communicator {
     });
   }
 
+  Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override {
+    size_t next = 0;
+    return issue(segments, [&](std::vector<at::Tensor>& tensors, int root) {
+      const auto& rows = received[next++];
+      std::vector<std::vector<at::Tensor>> outputs;
+      if (rows.defined()) outputs.push_back(rows.unbind(0));
+      c10d::GatherOptions options;
+      options.rootRank = root;
+      options.asyncOp = !groups_calls_;
+      return group_->gather(outputs, tensors, options);
+    });
+  }
+
   std::vector<std::string> exchange(const std::string& text) override {
     const auto bytes = at::TensorOptions().dtype(at::kByte).device(device_);
     const auto length = at::full({1}, static_cast<int64_t>(text.size()), bytes.dtype(at::kLong));

@@ -14,6 +14,12 @@ Pending RecordingCommunicator::reduce(std::span<const OwnerSegment> segments) {
   return inner_->reduce(segments);
 }
 
+Pending RecordingCommunicator::gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {
+  ++stats_.reduce_calls;
+  stats_.reduce_bytes += foreign_bytes(segments);
+  return inner_->gather(segments, received);
+}
+
 std::int64_t RecordingCommunicator::foreign_bytes(std::span<const OwnerSegment> segments) const {
   std::int64_t bytes = 0;
   for (const auto& segment : segments) {

@@ -26,9 +26,15 @@ Stream::Stream(c10::Device device, StreamPriority priority) {
 
 void Stream::wait_current() const {
   if (!stream_) return;
-  const c10::impl::VirtualGuardImpl impl(stream_->device_type());
+  Stream current;
+  current.stream_ = c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device());
+  wait_for(current);
+}
+
+void Stream::wait_for(const Stream& other) const {
+  if (!stream_ || !other.stream_) return;
   c10::Event event(stream_->device_type());
-  event.record(impl.getStream(stream_->device()));
+  event.record(*other.stream_);
   event.block(*stream_);
 }
 

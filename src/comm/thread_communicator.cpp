@@ -7,20 +7,36 @@
 namespace dmuon {
 namespace {
 
-enum class CallKind { kBroadcast, kReduce, kExchange };
+enum class CallKind { kBroadcast, kReduce, kGather, kExchange };
+
+// What one rank brings to a collective.
+struct Deposit {
+  std::vector<OwnerSegment> segments;
+  std::vector<at::Tensor> received;
+  std::string text;
+};
 
 // One collective: what every rank deposited, and whether the data has moved.
 struct Call {
   CallKind kind = CallKind::kBroadcast;
   std::vector<std::vector<OwnerSegment>> segments;  // [rank]
+  std::vector<std::vector<at::Tensor>> received;    // [rank], of a gather
   std::vector<std::string> texts;                   // [rank]
   int arrived = 0;
   bool done = false;
   std::string error;
 };
 
-void move_segment(CallKind kind, const std::vector<std::vector<OwnerSegment>>& ranks, size_t index) {
+void move_segment(const Call& call, size_t index) {
+  const auto kind = call.kind;
+  const auto& ranks = call.segments;
   const auto& root = ranks[0][index];
+  if (kind == CallKind::kGather) {
+    const auto& rows = call.received[static_cast<size_t>(root.root)][index];
+    for (size_t rank = 0; rank < ranks.size(); ++rank)
+      rows[static_cast<int64_t>(rank)].copy_(ranks[rank][index].buffer);
+    return;
+  }
   auto total = ranks[static_cast<size_t>(root.root)][index].buffer;
   if (kind == CallKind::kBroadcast) {
     for (const auto& segments : ranks) {
@@ -56,20 +72,21 @@ class ThreadWorld {
 
   int size() const { return size_; }
 
-  std::shared_ptr<Call> arrive(int64_t sequence, int rank, CallKind kind, std::vector<OwnerSegment> segments,
-                               const std::string& text) {
+  std::shared_ptr<Call> arrive(int64_t sequence, int rank, CallKind kind, Deposit deposit) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& slot = calls_[sequence];
     if (!slot) {
       slot = std::make_shared<Call>();
       slot->kind = kind;
       slot->segments.resize(static_cast<size_t>(size_));
+      slot->received.resize(static_cast<size_t>(size_));
       slot->texts.resize(static_cast<size_t>(size_));
     }
     const auto call = slot;
     if (call->kind != kind) call->error = "ranks issued different collectives at the same place in the order";
-    call->segments[static_cast<size_t>(rank)] = std::move(segments);
-    call->texts[static_cast<size_t>(rank)] = text;
+    call->segments[static_cast<size_t>(rank)] = std::move(deposit.segments);
+    call->received[static_cast<size_t>(rank)] = std::move(deposit.received);
+    call->texts[static_cast<size_t>(rank)] = std::move(deposit.text);
     if (++call->arrived == size_) {
       complete(*call);
       calls_.erase(sequence);
@@ -97,9 +114,10 @@ class ThreadWorld {
     const at::NoGradGuard no_grad;
     if (call.error.empty()) call.error = mismatch(call.segments);
     if (call.error.empty()) {
-      for (size_t i = 0; i < call.segments[0].size(); ++i) move_segment(call.kind, call.segments, i);
+      for (size_t i = 0; i < call.segments[0].size(); ++i) move_segment(call, i);
     }
     call.segments.clear();
+    call.received.clear();
     call.done = true;
     if (!call.error.empty()) broken_ = call.error;
     moved_.notify_all();
@@ -126,24 +144,29 @@ class ThreadCommunicator final : public Communicator {
 
   int rank() const override { return rank_; }
   int size() const override { return world_->size(); }
-  Pending broadcast(std::span<const OwnerSegment> segments) override { return issue(CallKind::kBroadcast, segments); }
-  Pending reduce(std::span<const OwnerSegment> segments) override { return issue(CallKind::kReduce, segments); }
+  Pending broadcast(std::span<const OwnerSegment> segments) override {
+    return issue(CallKind::kBroadcast, segments, {});
+  }
+  Pending reduce(std::span<const OwnerSegment> segments) override { return issue(CallKind::kReduce, segments, {}); }
+  Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override {
+    return issue(CallKind::kGather, segments, received);
+  }
 
   std::vector<std::string> exchange(const std::string& text) override {
-    const auto call = world_->arrive(sequence_++, rank_, CallKind::kExchange, {}, text);
+    const auto call = world_->arrive(sequence_++, rank_, CallKind::kExchange, {{}, {}, text});
     world_->wait(*call);
     return call->texts;
   }
 
  private:
-  Pending issue(CallKind kind, std::span<const OwnerSegment> segments) {
-    std::vector<OwnerSegment> deposit;
-    std::vector<at::Tensor> keep_alive;
+  Pending issue(CallKind kind, std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {
+    Deposit deposit{{}, received, ""};
+    std::vector<at::Tensor> keep_alive = received;
     for (const auto& segment : segments) {
-      deposit.push_back({segment.root, segment.buffer.variable_data()});
+      deposit.segments.push_back({segment.root, segment.buffer.variable_data()});
       keep_alive.push_back(segment.buffer);
     }
-    auto call = world_->arrive(sequence_++, rank_, kind, std::move(deposit), "");
+    auto call = world_->arrive(sequence_++, rank_, kind, std::move(deposit));
     return Pending([world = world_, call] { world->wait(*call); }, std::move(keep_alive),
                    [world = world_, call] { return world->done(*call); });
   }

@@ -48,11 +48,11 @@ std::int64_t GroupLayout::payload() const {
 
 GroupLayout make_group_layout(const Plan& plan, std::span<const int> members) {
   std::vector<bool> seen(plan.matrices.size(), false);
-  std::map<int, Segment> by_owner;  // the slot index orders by replicate, then by shard
+  std::map<Slot, Segment> by_owner;  // ordered by shard, then by replicate
   for (const int member : members) {
     check_member(plan, member, seen);
     const Slot owner = plan.owners[member];
-    Segment& segment = by_owner[plan.slot_index(owner)];
+    Segment& segment = by_owner[owner];
     segment.owner = owner;
     append(segment, member, plan.matrices[member].numel());
   }

@@ -84,18 +84,25 @@ class Schedule {
     return index < 0 ? 0 : sizes_[index].payload * options_.compute_bytes;
   }
 
+  /// What is left of a group's reduction while the next group is reduced.
+  [[nodiscard]] std::int64_t in_flight(int index) const {
+    return options_.replicated ? sizes_[index].column_padded * options_.reduce_bytes : gradient(sizes_[index]);
+  }
+
   /// Groups run from last to first.  Two moments of each can be the worst: when its reduce buffers have been filled and
   /// its unsharded gradients still live, and when its reduction finishes while the next group (index - 1) is in work.
   [[nodiscard]] std::int64_t backward_transients() const {
     std::int64_t peak = 0;
-    std::int64_t gradients = 0;  // `.grad` of the groups already finished
+    std::int64_t gradients =
+        0;  // of the groups reduced before: `.grad`, or the column's sums in flight across replicas
     for (int i = last(); i >= 0; --i) {
       const std::int64_t reduce = sizes_[i].padded * options_.reduce_bytes;
       const std::int64_t cast = options_.grad_aliases_reduce ? 0 : gradient(sizes_[i]);
       const std::int64_t filled = live_gathers(i, i - 1) + unsharded_gradients(i) + reduce;
       const std::int64_t finishing = live_gathers(i - 1, i - 2) + unsharded_gradients(i - 1) + reduce + cast;
       peak = std::max({peak, gradients + filled, gradients + finishing});
-      gradients += gradient(sizes_[i]);
+      gradients += in_flight(i);
+      if (i < last()) gradients += gradient(sizes_[i + 1]) - in_flight(i + 1);
     }
     return peak;
   }

@@ -2,16 +2,31 @@
 #include "dmuon/runtime.h"
 
 namespace dmuon {
+namespace {
 
-void agree_on_inputs(Communicator& communicator, const std::string& error, const std::string& description) {
-  const auto errors = communicator.exchange(error);
+std::string first_problem(const std::vector<std::string>& errors, const char* axis) {
   for (size_t rank = 0; rank < errors.size(); ++rank) {
-    TORCH_CHECK_VALUE(errors[rank].empty(), "[dmuon.dedicate_params] rank ", rank, ": ", errors[rank]);
+    if (!errors[rank].empty()) return c10::str(axis, rank, ": ", errors[rank]);
   }
-  const auto difference = plan::first_difference(communicator.exchange(description));
-  TORCH_CHECK_VALUE(difference.empty(),
-                    "[dmuon.dedicate_params] the ranks did not select the same parameters: ", difference,
-                    ". The predicate and the model must not depend on the rank.");
+  return "";
+}
+
+}  // namespace
+
+// Nobody throws before every rank has taken part in every exchange: the others would wait for it.
+void agree_on_inputs(const std::vector<Communicator*>& communicators, const std::string& error,
+                     const std::string& description) {
+  std::string problem = error;
+  for (size_t axis = 0; axis < communicators.size(); ++axis) {
+    auto& communicator = *communicators[axis];
+    problem = first_problem(communicator.exchange(problem), axis == 0 ? "rank " : "replica ");
+    const auto difference = plan::first_difference(communicator.exchange(description));
+    if (problem.empty() && !difference.empty()) {
+      problem = c10::str("the ranks did not select the same parameters: ", difference,
+                         ". The predicate and the model must not depend on the rank");
+    }
+  }
+  TORCH_CHECK_VALUE(problem.empty(), "[dmuon.dedicate_params] ", problem);
 }
 
 }  // namespace dmuon

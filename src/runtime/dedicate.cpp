@@ -55,17 +55,18 @@ void set_exit_order(std::vector<GroupSpec>& groups) {
 }
 
 // All ranks agree on the plan or throw together.
-plan::Plan agreed_plan(const Selection& selection, std::string problem, Communicator& communicator,
+plan::Plan agreed_plan(const Selection& selection, std::string problem, const std::vector<Communicator*>& axes,
                        const plan::PlanOptions& options) {
   plan::Plan plan;
+  const plan::MeshShape mesh{.shard = axes.front()->size(), .replicate = axes.size() > 1 ? axes.back()->size() : 1};
   try {
     if (problem.empty()) {
-      plan = plan::compute_balanced_assignment(selection.matrices, {.shard = communicator.size()}, options);
+      plan = plan::compute_balanced_assignment(selection.matrices, mesh, options);
     }
   } catch (const std::invalid_argument& error) {
     problem = error.what();
   }
-  agree_on_inputs(communicator, problem, plan::describe_inputs(selection.matrices));
+  agree_on_inputs(axes, problem, plan::describe_inputs(selection.matrices));
   return plan;
 }
 
@@ -74,16 +75,21 @@ plan::Plan agreed_plan(const Selection& selection, std::string problem, Communic
 RuntimePtr dedicate(const std::vector<HookModule>& modules, RuntimeComms comms, const DedicateOptions& options) {
   Selection selection;
   const auto problem = select(modules, selection);
-  auto plan = agreed_plan(selection, problem, *comms.gather, options.plan);
+  std::vector<Communicator*> axes{comms.gather.get()};
+  if (comms.replicate) axes.push_back(comms.replicate.get());
+  auto plan = agreed_plan(selection, problem, axes, options.plan);
   set_exit_order(selection.groups);
   const auto device = selection.weights.front().device();
-  broadcast_from_first(*comms.gather, selection.weights, device);
+  for (auto* axis : axes) broadcast_from_first(*axis, selection.weights, device);
 
-  const plan::Slot here{.shard = comms.gather->rank()};
+  const plan::Slot here{.shard = comms.gather->rank(), .replicate = comms.replicate ? comms.replicate->rank() : 0};
   std::vector<ParamSpec> specs;
   for (size_t i = 0; i < selection.weights.size(); ++i) {
     const auto& weight = selection.weights[i];
-    auto registered = plan.owners[i] == here ? weight.detach().clone() : at::empty_like(weight.detach(), at::kMeta);
+    const auto master = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    auto registered = plan.owners[i] == here
+                          ? weight.detach().to(master, /*non_blocking=*/false, /*copy=*/true)
+                          : at::empty(weight.sizes(), at::TensorOptions().dtype(master).device(at::kMeta));
     registered.set_requires_grad(weight.requires_grad());
     specs.push_back({plan.matrices[i].name, weight.sizes().vec(), std::move(registered), weight});
   }

@@ -3,6 +3,11 @@
 #include "runtime/group_buffers.h"
 
 namespace dmuon {
+namespace {
+
+c10::Device device_of(const DedicatedParamGroup& group) { return group.params().front()->unsharded().device(); }
+
+}  // namespace
 
 const char* to_string(GroupState state) {
   switch (state) {
@@ -31,23 +36,35 @@ bool DedicatedParamGroup::trainable() const {
   return std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->trainable(); });
 }
 
-void DedicatedParamGroup::materialize(plan::Slot rank, c10::Device device, at::ScalarType compute_dtype,
-                                      MemoryLedger& ledger) {
+void DedicatedParamGroup::materialize(const BufferPlacement& placement, MemoryLedger& ledger) {
   gather_.wait();
+  publish_.wait();
   state_ = GroupState::kSharded;
-  buffers_ = std::make_unique<GroupBuffers>(layout_, members_, rank, device, compute_dtype, ledger);
+  buffers_ = std::make_unique<GroupBuffers>(layout_, members_, placement, ledger);
 }
 
-void DedicatedParamGroup::begin_gather(Communicator& communicator, const Stream& stream, bool refresh) {
+void DedicatedParamGroup::begin_publish(Communicator& replicate, const Stream& stream) {
   const at::NoGradGuard no_grad;
-  gather_.wait();
-  if (refresh) buffers_->refresh_published();
-  buffers_->allocate_gather();
-  state_ = GroupState::kUnsharding;
-  if (communicator.size() == 1) return;
+  publish_.wait();
+  buffers_->refresh_published();
   stream.wait_current();
   const StreamScope scope(stream);
-  gather_ = communicator.broadcast(buffers_->broadcast_segments());
+  publish_ = replicate.broadcast(buffers_->publish_segments());
+}
+
+void DedicatedParamGroup::begin_gather(Communicator& communicator, const Stream& stream, Source source) {
+  const at::NoGradGuard no_grad;
+  gather_.wait();
+  if (source == Source::kMasters) buffers_->refresh_published();
+  if (source == Source::kPublished) buffers_->check_published();
+  buffers_->allocate_gather();
+  state_ = GroupState::kUnsharding;
+  stream.wait_current();
+  const StreamScope scope(stream);
+  publish_.wait();
+  gather_ = communicator.size() > 1
+                ? communicator.broadcast(buffers_->broadcast_segments())
+                : Pending([event = Event::record(device_of(*this))] { event.block_current_stream(); }, {});
 }
 
 void DedicatedParamGroup::wait_gather() {

@@ -53,58 +53,62 @@ void accumulate_gradients(DedicatedParamGroup& group, at::ScalarType dtype) {
   }
 }
 
-GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank, Communicator& communicator,
-                                     const Stream& stream, const ReduceOptions& options, MemoryLedger& ledger)
-    : peers_(communicator.size() > 1), divide_factor_(options.divide_factor), ledger_(ledger) {
+GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank, const ReducePath& path,
+                                     const ReduceOptions& options, MemoryLedger& ledger)
+    : group_(group), path_(path), options_(options), ledger_(ledger) {
   const at::NoGradGuard no_grad;
   auto gradients = take_gradients(group);
   const auto device = group.params().front()->unsharded().device();
   allocate(group.layout(), rank, at::TensorOptions().dtype(options.dtype).device(device));
   Copies copies;
-  place(group, gradients, rank, copies);
+  place(gradients, rank, copies);
   if (!copies.first.empty()) at::_foreach_copy_(copies.first, copies.second);
 
   const auto gradient_bytes = total_bytes(gradients);
-  ledger_.add(buffer_bytes_ + gradient_bytes);
+  ledger_.add(gradient_bytes);
   ledger_.observe();
   ledger_.add(-gradient_bytes);
-  if (!peers_) return;
-  stream.wait_current();
-  const StreamScope scope(stream);
-  pending_ = communicator.reduce(segments_);
+  if (path_.shard->size() > 1) {
+    path_.shard_stream.wait_current();
+    const StreamScope scope(path_.shard_stream);
+    shard_ = path_.shard->reduce(segments_);
+  }
+  if (!device.is_cpu()) begin_replicate();
 }
 
-GradientReduction::~GradientReduction() { ledger_.add(-buffer_bytes_); }
+GradientReduction::~GradientReduction() { ledger_.add(-others_bytes_ - column_bytes_); }
 
-// The owner's segment is a buffer of its own, because it lives on as `.grad`; all others share one.
+// Segments of this column are buffers of their own, because the owner's lives on as `.grad`; all others share one.
 void GradientReduction::allocate(const plan::GroupLayout& layout, plan::Slot rank, const at::TensorOptions& buffer) {
   std::int64_t others_numel = 0;
   for (const auto& segment : layout.segments) {
-    if (segment.owner != rank) others_numel += segment.numel;
+    if (segment.owner.shard != rank.shard) others_numel += segment.numel;
   }
   others_ = at::empty({others_numel}, buffer);
   std::int64_t offset = 0;
   for (const auto& segment : layout.segments) {
-    if (segment.owner == rank) {
-      segments_.push_back({segment.owner.shard, own_.emplace_back(at::empty({segment.numel}, buffer))});
+    if (segment.owner.shard == rank.shard) {
+      column_.push_back({segment.owner.replicate, at::empty({segment.numel}, buffer)});
+      column_bytes_ += static_cast<std::int64_t>(column_.back().buffer.nbytes());
+      segments_.push_back({segment.owner.shard, column_.back().buffer});
     } else {
       segments_.push_back({segment.owner.shard, others_.narrow(0, offset, segment.numel)});
       offset += segment.numel;
     }
     auto& flat = segments_.back().buffer;
     if (segment.numel != segment.payload) flat.zero_();  // alignment gaps travel too: give them a value
-    buffer_bytes_ += static_cast<std::int64_t>(flat.nbytes());
   }
+  others_bytes_ = static_cast<std::int64_t>(others_.nbytes());
+  ledger_.add(others_bytes_ + column_bytes_);
 }
 
-void GradientReduction::place(const DedicatedParamGroup& group, const std::vector<at::Tensor>& gradients,
-                              plan::Slot rank, Copies& copies) {
+void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Slot rank, Copies& copies) {
   std::map<const DedicatedParam*, const at::Tensor*> by_param;
-  for (size_t i = 0; i < gradients.size(); ++i) by_param[group.params()[i].get()] = &gradients[i];
+  for (size_t i = 0; i < gradients.size(); ++i) by_param[group_.params()[i].get()] = &gradients[i];
   for (size_t s = 0; s < segments_.size(); ++s) {
-    const auto& segment = group.layout().segments[s];
+    const auto& segment = group_.layout().segments[s];
     for (const auto& packed : segment.matrices) {
-      const auto& param = group.param_of(packed.matrix);
+      const auto& param = group_.param_of(packed.matrix);
       auto view = segments_[s].buffer.narrow(0, packed.offset, packed.numel).view(param->sizes());
       const auto& gradient = *by_param[param.get()];
       if (gradient.defined()) {
@@ -118,14 +122,41 @@ void GradientReduction::place(const DedicatedParamGroup& group, const std::vecto
   }
 }
 
-void GradientReduction::finish() {
+// Runs on the replicate stream, after stage 1's stream (CUDA) or after stage 1 itself (CPU).
+void GradientReduction::begin_replicate() {
+  if (replicating_) return;
+  replicating_ = true;
+  if (!path_.replicate) return;
   const at::NoGradGuard no_grad;
-  pending_.wait();
+  path_.replicate_stream.wait_current();
+  path_.replicate_stream.wait_for(path_.shard_stream);
+  const StreamScope scope(path_.replicate_stream);
+  merged_ = std::exchange(group_.partial, {});
+  for (size_t i = 0; i < merged_.size(); ++i) column_[i].buffer.add_(merged_[i]);
+  if (options_.across_replicas) {
+    replicate_ = path_.replicate->reduce(column_);
+  } else {
+    for (const auto& segment : column_) group_.partial.push_back(segment.buffer);
+  }
+}
+
+void GradientReduction::finish_shard() {
+  shard_.wait();
   segments_.clear();
   others_ = at::Tensor();
+  ledger_.add(-std::exchange(others_bytes_, 0));
+  begin_replicate();
+}
+
+void GradientReduction::finish() {
+  const at::NoGradGuard no_grad;
+  finish_shard();
+  replicate_.wait();
+  merged_.clear();
+  if (path_.replicate && !options_.across_replicas) return;
   for (const auto& share : shares_) {
     if (!share.param->trainable()) continue;
-    if (!share.used && (!peers_ || is_untouched(share.sum))) continue;
+    if (!share.used && (!peers() || is_untouched(share.sum))) continue;
     deliver(share);
     run_post_accumulate_hooks(share.param->registered());
   }
@@ -133,9 +164,15 @@ void GradientReduction::finish() {
 
 void GradientReduction::deliver(const Share& share) const {
   const auto& leaf = share.param->registered();
-  auto mean = share.sum.to(leaf.scalar_type());
-  if (divide_factor_ != 1.0) mean.div_(divide_factor_);
   at::Tensor& grad = leaf.mutable_grad();
+  auto mean = share.sum.to(leaf.scalar_type());
+  if (options_.divide_factor != 1.0) mean.div_(options_.divide_factor);
+  if (options_.reproducible) {
+    auto& tree = group_.trees[share.param->name()];
+    if (!grad.defined()) tree.clear();
+    grad = tree.add(mean);
+    return;
+  }
   if (grad.defined()) {
     grad.add_(mean);
   } else {

@@ -14,50 +14,72 @@ namespace dmuon {
 
 struct ReduceOptions {
   at::ScalarType dtype = at::kFloat;  ///< on the wire
-  double divide_factor = 1.0;         ///< the sum over ranks is divided by this, once, on the owner
+  double divide_factor = 1.0;         ///< the sum over all ranks is divided by this, once, on the owner
+  bool reproducible = false;          ///< micro-batches are added in the group's tree accumulators
+  bool across_replicas = true;        ///< false: stage 2 waits for a later backward; the sums are kept in the group
 };
 
+/// Where the two stages run.  `replicate` is null without a replicate mesh.
+struct ReducePath {
+  CommunicatorPtr shard;
+  Stream shard_stream;
+  CommunicatorPtr replicate;
+  Stream replicate_stream;
+};
+
+/// Stage 1 sums inside the shard group to the row owners, stage 2 sums the column across the replicate group to the
+/// owner.  On CUDA both are enqueued at once, on streams of their own; on CPU stage 2 goes out in `finish_shard`.
+///
 /// A matrix that this rank did not use contributes negative zeros, IEEE's exact identity of addition: the owner's sum
 /// is all negative zeros if and only if no rank contributed anything else.  So "used by nobody" travels without a byte
 /// of its own.
 class GradientReduction {
  public:
-  /// Packs, clears the unsharded gradients, and issues one grouped reduce on `stream`.
+  /// Packs, clears the unsharded gradients, and issues stage 1 as one grouped call.
   /// Throws (naming the parameter) for a gradient that is not strided.
-  GradientReduction(DedicatedParamGroup& group, plan::Slot rank, Communicator& communicator, const Stream& stream,
-                    const ReduceOptions& options, MemoryLedger& ledger);
+  GradientReduction(DedicatedParamGroup& group, plan::Slot rank, const ReducePath& path, const ReduceOptions& options,
+                    MemoryLedger& ledger);
   ~GradientReduction();
   GradientReduction(GradientReduction&&) = delete;
 
-  /// Whether `finish` would return without the host waiting for peers.
-  [[nodiscard]] bool ready() const { return pending_.ready(); }
+  /// Whether the next of the calls below would return without the host waiting for peers.
+  [[nodiscard]] bool ready() const { return shard_.ready() && replicate_.ready(); }
 
-  /// Waits (the current stream does), frees what belongs to other owners, and adds to or sets `.grad` of the owned
-  /// parameters; then runs their post-accumulate-grad hooks.  A matrix no rank used keeps its `.grad` as it was.
+  /// Stage 1 is done for the current stream: frees what belongs to other columns.
+  void finish_shard();
+
+  /// Both stages are done: adds to or sets `.grad` of the owned parameters, then runs their post-accumulate-grad hooks.
+  /// A matrix no rank used keeps its `.grad` as it was.
   /// Synchronises with the device only for a matrix that other ranks may have used and the owner did not.
   void finish();
 
  private:
   struct Share {
     DedicatedParamPtr param;
-    at::Tensor sum;     ///< view into `own_`, reduce dtype
+    at::Tensor sum;     ///< view into `column_`, reduce dtype
     bool used = false;  ///< by this rank
   };
   using Copies = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;  ///< targets, sources
   void allocate(const plan::GroupLayout& layout, plan::Slot rank, const at::TensorOptions& buffer);
-  void place(const DedicatedParamGroup& group, const std::vector<at::Tensor>& gradients, plan::Slot rank,
-             Copies& copies);
+  void place(const std::vector<at::Tensor>& gradients, plan::Slot rank, Copies& copies);
+  void begin_replicate();
   void deliver(const Share& share) const;
+  [[nodiscard]] bool peers() const { return path_.shard->size() > 1 || path_.replicate; }
 
-  std::vector<at::Tensor> own_;
-  at::Tensor others_;
-  std::vector<OwnerSegment> segments_;
-  std::vector<Share> shares_;
-  Pending pending_;
-  bool peers_;
-  double divide_factor_;
-  std::int64_t buffer_bytes_ = 0;
+  DedicatedParamGroup& group_;
+  const ReducePath& path_;
+  ReduceOptions options_;
   MemoryLedger& ledger_;
+  std::vector<OwnerSegment> segments_;  ///< stage 1, rooted at shard coordinates
+  std::vector<OwnerSegment> column_;    ///< stage 2, rooted at replicate coordinates; buffers of their own
+  at::Tensor others_;                   ///< one buffer for all other columns
+  std::vector<at::Tensor> merged_;      ///< earlier partial sums, alive until stage 2 is done with them
+  std::vector<Share> shares_;
+  Pending shard_;
+  Pending replicate_;
+  bool replicating_ = false;
+  std::int64_t others_bytes_ = 0;
+  std::int64_t column_bytes_ = 0;
 };
 
 /// Takes the gradients autograd left on the unsharded leaves, [params of the group], undefined where there is none.

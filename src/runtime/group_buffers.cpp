@@ -12,10 +12,11 @@ std::int64_t bytes_of(const at::Tensor& tensor) {
 }  // namespace
 
 GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<DedicatedParamPtr>& members,
-                           plan::Slot rank, c10::Device device, at::ScalarType compute_dtype, MemoryLedger& ledger)
+                           const BufferPlacement& placement, MemoryLedger& ledger)
     : ledger_(ledger) {
   const at::NoGradGuard no_grad;
-  const auto compute = at::TensorOptions().dtype(compute_dtype).device(device);
+  const auto rank = placement.rank;
+  const auto compute = at::TensorOptions().dtype(placement.compute_dtype).device(placement.device);
   std::int64_t gather_numel = 0;
   for (const auto& segment : layout.segments) {
     if (segment.owner.shard != rank.shard) gather_numel += segment.numel;
@@ -24,11 +25,11 @@ GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<De
   std::int64_t gather_offset = 0;
   for (const auto& segment : layout.segments) {
     auto& buffers = segments_.emplace_back();
-    buffers.root = segment.owner.shard;
+    buffers.owner = segment.owner;
     buffers.owned = segment.owner == rank;
     buffers.column = segment.owner.shard == rank.shard;
     if (buffers.owned) place_masters(segment, buffers, members);
-    if (buffers.owned && buffers.master.scalar_type() == compute_dtype) {
+    if (buffers.owned && !placement.replicated && buffers.master.scalar_type() == placement.compute_dtype) {
       buffers.compute = buffers.master;
     } else if (buffers.column) {
       buffers.compute = at::zeros({segment.numel}, compute);
@@ -67,14 +68,22 @@ void GroupBuffers::place_masters(const plan::Segment& segment, SegmentBuffers& b
     view.copy_(param->registered());
     at::Tensor leaf = param->registered();
     leaf.set_data(view.variable_data());
-    owned_.push_back({param, view});
+    owned_.push_back({param, view, 0});
   }
 }
 
 std::vector<OwnerSegment> GroupBuffers::broadcast_segments() const {
   std::vector<OwnerSegment> segments;
   segments.reserve(segments_.size());
-  for (const auto& segment : segments_) segments.push_back({segment.root, segment.compute});
+  for (const auto& segment : segments_) segments.push_back({segment.owner.shard, segment.compute});
+  return segments;
+}
+
+std::vector<OwnerSegment> GroupBuffers::publish_segments() const {
+  std::vector<OwnerSegment> segments;
+  for (const auto& segment : segments_) {
+    if (segment.column) segments.push_back({segment.owner.replicate, segment.compute});
+  }
   return segments;
 }
 
@@ -82,6 +91,18 @@ void GroupBuffers::refresh_published() {
   relink_masters();
   for (const auto& segment : segments_) {
     if (segment.owned && !segment.compute.is_same(segment.master)) segment.compute.copy_(segment.master);
+  }
+  for (auto& owned : owned_) owned.version = static_cast<std::int64_t>(owned.param->registered()._version());
+}
+
+void GroupBuffers::check_published() const {
+  for (const auto& owned : owned_) {
+    const auto& leaf = owned.param->registered();
+    TORCH_CHECK(
+        leaf.data_ptr() == owned.master.data_ptr() && static_cast<std::int64_t>(leaf._version()) == owned.version,
+        "[dmuon.runtime] parameter '", owned.param->name(),
+        "' was changed on its owner outside the optimizer, and its replicas do not have the new values: call "
+        "dmuon.publish(model) on all ranks after the change.");
   }
 }
 

@@ -13,9 +13,17 @@
 
 namespace dmuon {
 
+/// Where a group's buffers go, and for whom.
+struct BufferPlacement {
+  plan::Slot rank;
+  c10::Device device;
+  at::ScalarType compute_dtype;
+  bool replicated = false;  ///< there is a replicate mesh
+};
+
 /// One owner's segment as this rank sees it.
 struct SegmentBuffers {
-  int root = 0;         ///< the owner's shard coordinate: who sends it in the shard group
+  plan::Slot owner;
   bool owned = false;   ///< this rank is the owner
   bool column = false;  ///< this rank sends it: `compute` is resident
   at::Tensor master;    ///< [numel] master dtype; defined on the owner only
@@ -26,8 +34,9 @@ class GroupBuffers {
  public:
   /// Allocates on `device` and moves every parameter's data into place: registered masters (whose values are kept) and
   /// unsharded leaves.  `members[i]` is the parameter of plan index i, for the indices the layout names.
-  GroupBuffers(const plan::GroupLayout& layout, const std::vector<DedicatedParamPtr>& members, plan::Slot rank,
-               c10::Device device, at::ScalarType compute_dtype, MemoryLedger& ledger);
+  /// `placement.replicated`: the published copy is never the master itself, so that it changes only when it is sent.
+  GroupBuffers(const plan::GroupLayout& layout, const std::vector<DedicatedParamPtr>& members,
+               const BufferPlacement& placement, MemoryLedger& ledger);
   ~GroupBuffers();
   GroupBuffers(const GroupBuffers&) = delete;
   GroupBuffers& operator=(const GroupBuffers&) = delete;
@@ -36,9 +45,14 @@ class GroupBuffers {
   /// What one grouped broadcast moves.
   [[nodiscard]] std::vector<OwnerSegment> broadcast_segments() const;
 
-  /// Casts the owned masters into the published copy.  Always done before a gather of a new forward, so that any way
-  /// of changing a master (a step, `p.data.copy_`, a load) is seen.  No-op when master and compute dtype are equal.
+  /// What a publish moves: this column's segments, rooted at the owner's replicate coordinate.
+  [[nodiscard]] std::vector<OwnerSegment> publish_segments() const;
+
+  /// Casts the owned masters into the published copy.  Without replicas always done before a gather of a new forward,
+  /// so that any way of changing a master (a step, `p.data.copy_`, a load) is seen; with replicas done by a publish.
   void refresh_published();
+  /// Throws, naming the parameter, if an owned master has changed since the last refresh.
+  void check_published() const;
   void allocate_gather();
   void release_gather();
 
@@ -50,6 +64,7 @@ class GroupBuffers {
   struct OwnedView {
     DedicatedParamPtr param;
     at::Tensor master;
+    std::int64_t version = 0;  ///< of the registered leaf, when it was last cast
   };
   std::vector<SegmentBuffers> segments_;
   std::vector<OwnedView> owned_;

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "runtime/autograd_hooks.h"
+#include "runtime/group_buffers.h"
 #include "runtime/memory_ledger.h"
 #include "runtime/passes.h"
 
@@ -40,7 +41,7 @@ std::int64_t gradient_bytes(const std::vector<DedicatedParamPtr>& params) {
 Runtime::Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<GroupSpec> groups, RuntimeComms comms,
                  c10::Device device, RuntimeOptions options)
     : plan_(std::move(plan)),
-      rank_{comms.gather->rank(), 0},
+      rank_{comms.gather->rank(), comms.replicate ? comms.replicate->rank() : 0},
       backward_gather_order_(backward_gather_order(groups)),
       reduce_order_(reverse_order(groups.size())),
       comms_(std::move(comms)),
@@ -48,7 +49,9 @@ Runtime::Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<Gro
       options_(options),
       compute_dtype_(options.param_dtype.value_or(params.at(0).unsharded.scalar_type())),
       gather_stream_(device, StreamPriority::kHigh),
-      reduce_stream_(device, StreamPriority::kHigh),
+      reduce_path_(
+          std::make_unique<ReducePath>(ReducePath{comms_.reduce, Stream(device, StreamPriority::kHigh),
+                                                  comms_.replicate, Stream(device, StreamPriority::kDefault)})),
       ledger_(std::make_unique<MemoryLedger>([this] { return gradient_bytes(params_); })),
       sync_groups_(groups.size(), true),
       divide_factor_(plan_.mesh.slots()) {
@@ -84,6 +87,12 @@ void Runtime::check_inputs(const std::vector<GroupSpec>& groups) const {
                     " matrices are in no group");
   TORCH_CHECK_VALUE(comms_.gather->size() == plan_.mesh.shard, "[dmuon.runtime] the plan is for ", plan_.mesh.shard,
                     " shard ranks, the communicator has ", comms_.gather->size());
+  TORCH_CHECK_VALUE((comms_.replicate ? comms_.replicate->size() : 1) == plan_.mesh.replicate,
+                    "[dmuon.runtime] the plan is for ", plan_.mesh.replicate, " replicas");
+  TORCH_CHECK_VALUE(
+      !options_.reproducible || plan_.mesh.replicate == 1 || (plan_.mesh.shard & (plan_.mesh.shard - 1)) == 0,
+      "[dmuon.runtime] reproducible sums across replicas need a shard group of a power of two ranks, got ",
+      plan_.mesh.shard, ". Use another mesh, or reproducible=False.");
 }
 
 void Runtime::materialize() {
@@ -93,8 +102,11 @@ void Runtime::materialize() {
                 "' is still on the meta device on its owner (shard ", param->owner().shard,
                 "): call model.to_empty(device=...) and initialise the model before the first forward or step.");
   }
-  for (const auto& group : groups_) group->materialize(rank_, device_, compute_dtype_, *ledger_);
+  const BufferPlacement placement{rank_, device_, compute_dtype_, comms_.replicate != nullptr};
+  for (const auto& group : groups_) group->materialize(placement, *ledger_);
   materialized_ = true;
+  for (const auto& group : groups_) publish(group->index());
+  wait_publishes();
 }
 
 void Runtime::rebind(int matrix, at::Tensor registered) {
@@ -120,7 +132,7 @@ void Runtime::begin_forward() {
 void Runtime::end_forward(const std::vector<at::Tensor>& outputs) {
   if (at::GradMode::is_enabled()) watch_root_outputs(RuntimePtr::unsafe_reclaim_from_nonowning(this), outputs);
   if (in_backward() || !forward_) return;
-  while (forward_->next_gather < groups_.size()) gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+  while (forward_->next_gather < groups_.size()) gather(*groups_[forward_->next_gather++], forward_source());
   for (const auto& group : groups_) {
     if (keeps_after_forward(*group)) {
       group->kept_for_backward = true;
@@ -145,9 +157,9 @@ std::vector<at::Tensor> Runtime::pre_forward(int index, const std::vector<at::Te
   return enter_graph(group, inputs);
 }
 
-void Runtime::gather(DedicatedParamGroup& group, bool refresh) {
+void Runtime::gather(DedicatedParamGroup& group, Source source) {
   const c10::InferenceMode normal(false);
-  group.begin_gather(*comms_.gather, gather_stream_, refresh);
+  group.begin_gather(*comms_.gather, gather_stream_, source);
   ledger_->observe();
 }
 
@@ -155,18 +167,18 @@ void Runtime::gather_for_forward(DedicatedParamGroup& group) {
   if (!forward_) {  // a submodule called on its own: every rank is expected to do the same
     materialize();
     recover();
-    if (group.compute_depth == 1) gather(group, /*refresh=*/true);
+    if (group.compute_depth == 1) gather(group, forward_source());
     group.wait_gather();
     return;
   }
   while (forward_->next_gather <= static_cast<size_t>(group.index())) {
-    gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+    gather(*groups_[forward_->next_gather++], forward_source());
   }
-  if (group.state() == GroupState::kSharded) gather(group, /*refresh=*/true);  // used before in this pass, and freed
+  if (group.state() == GroupState::kSharded) gather(group, forward_source());  // used before in this pass, and freed
   group.wait_gather();
   const bool prefetched = forward_->next_gather > static_cast<size_t>(group.index()) + 1;
   if (!prefetched && forward_->next_gather < groups_.size()) {
-    gather(*groups_[forward_->next_gather++], /*refresh=*/true);
+    gather(*groups_[forward_->next_gather++], forward_source());
   }
 }
 
@@ -230,13 +242,27 @@ void Runtime::set_reshard_after_forward(bool enabled, std::optional<int> group) 
   }
 }
 
+void Runtime::set_requires_all_reduce(bool enabled) { across_replicas_ = enabled; }
+
+void Runtime::publish(int index) {
+  if (!comms_.replicate) return;
+  groups_.at(static_cast<size_t>(index))->begin_publish(*comms_.replicate, reduce_path_->replicate_stream);
+}
+
+void Runtime::wait_publishes() {
+  for (const auto& group : groups_) group->wait_publish();
+}
+
 void Runtime::set_gradient_divide_factor(double factor) {
   TORCH_CHECK_VALUE(factor > 0.0, "[dmuon.runtime] the gradient divide factor must be positive, got ", factor);
   divide_factor_ = factor;
 }
 
 void Runtime::clear_accumulated() {
-  for (const auto& group : groups_) group->accumulated.assign(group->params().size(), at::Tensor());
+  for (const auto& group : groups_) {
+    group->accumulated.assign(group->params().size(), at::Tensor());
+    group->partial.clear();
+  }
 }
 
 void Runtime::check_invariants() const {

@@ -13,7 +13,7 @@
 namespace dmuon {
 namespace {
 
-// How long a host waits for a reduction before it offers its peers the next gather (drain_reduction).
+// How long a host waits for a reduction before it offers its peers the next gather (wait_for_peers).
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 void forget_dead(std::vector<c10::weak_intrusive_ptr<GroupUse>>& uses) {
@@ -55,7 +55,7 @@ bool Runtime::issue_next_backward_gather(BackwardPass& pass) {
   while (pass.next_gather < backward_gather_order_.size()) {
     auto& group = *groups_[static_cast<size_t>(backward_gather_order_[pass.next_gather++])];
     if (group.kept_for_backward) continue;
-    gather(group, /*refresh=*/false);
+    gather(group, Source::kSameAsForward);
     return true;
   }
   return false;
@@ -68,7 +68,8 @@ void Runtime::gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group
                           backward_gather_order_.begin());
   while (pass.next_gather <= position && issue_next_backward_gather(pass)) {
   }
-  if (group.state() == GroupState::kSharded) gather(group, /*refresh=*/false);  // used before in this pass, and freed
+  if (group.state() == GroupState::kSharded)
+    gather(group, Source::kSameAsForward);  // used before in this pass, and freed
   group.wait_gather();
   const bool prefetched = pass.next_gather > position + 1;
   if (!prefetched) issue_next_backward_gather(pass);
@@ -101,10 +102,9 @@ void Runtime::advance_reductions(BackwardPass& pass, bool all) {
 void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
   if (group.trainable()) {
     if (sync_groups_[static_cast<size_t>(group.index())]) {
-      drain_reduction(pass);
-      const ReduceOptions options{reduce_dtype(), divide_factor_};
-      pass.outstanding =
-          std::make_unique<GradientReduction>(group, rank_, *comms_.reduce, reduce_stream_, options, *ledger_);
+      drain_shard_stage(pass);
+      const ReduceOptions options{reduce_dtype(), divide_factor_, options_.reproducible, across_replicas_};
+      pass.in_shard = std::make_unique<GradientReduction>(group, rank_, *reduce_path_, options, *ledger_);
     } else {
       accumulate_gradients(group, reduce_dtype());
     }
@@ -115,19 +115,32 @@ void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
 // A host that blocks here may be what a peer in another branch is waiting for: it needs a gather that this rank has not
 // issued yet.  Gathers have a communicator and a fixed order of their own, so offering the next one early is always
 // right.
-void Runtime::drain_reduction(BackwardPass& pass) {
-  if (!pass.outstanding) return;
+void Runtime::wait_for_peers(BackwardPass& pass, const GradientReduction& reduction) {
   auto deadline = std::chrono::steady_clock::now() + kPatience;
-  while (!pass.outstanding->ready()) {
+  while (!reduction.ready()) {
     if (std::chrono::steady_clock::now() > deadline) {
-      if (!issue_next_backward_gather(pass)) break;
+      if (!issue_next_backward_gather(pass)) return;
       deadline = std::chrono::steady_clock::now() + kPatience;
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+}
+
+void Runtime::drain_shard_stage(BackwardPass& pass) {
+  if (!pass.in_shard) return;
+  wait_for_peers(pass, *pass.in_shard);
   ledger_->observe();
-  pass.outstanding->finish();
-  pass.outstanding.reset();
+  pass.in_shard->finish_shard();
+  drain_replicate_stage(pass);
+  pass.in_replicate = std::move(pass.in_shard);
+  if (!comms_.replicate) drain_replicate_stage(pass);
+}
+
+void Runtime::drain_replicate_stage(BackwardPass& pass) {
+  if (!pass.in_replicate) return;
+  wait_for_peers(pass, *pass.in_replicate);
+  pass.in_replicate->finish();
+  pass.in_replicate.reset();
 }
 
 void Runtime::finish_backward(BackwardPass& pass) {
@@ -136,7 +149,8 @@ void Runtime::finish_backward(BackwardPass& pass) {
   }
   check_no_late_gradient(pass);
   advance_reductions(pass, /*all=*/true);
-  drain_reduction(pass);
+  drain_shard_stage(pass);
+  drain_replicate_stage(pass);
   for (const auto& group : groups_) {
     group->kept_for_backward = false;
     group->touched = false;

@@ -84,3 +84,13 @@ def mesh(
         require_gpus(WORLD_SIZE)
         torch.backends.cuda.matmul.allow_tf32 = False
     return init_device_mesh(device, (WORLD_SIZE,), mesh_dim_names=("shard",))
+
+
+def _shapes() -> list[tuple[int, int]]:
+    return [(r, WORLD_SIZE // r) for r in range(1, WORLD_SIZE + 1) if WORLD_SIZE % r == 0]
+
+
+@pytest.fixture(scope="session", params=_shapes(), ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def mesh_2d(mesh: DeviceMesh, request: pytest.FixtureRequest) -> DeviceMesh:
+    """(replicate, shard), in every shape the world size allows."""
+    return init_device_mesh(mesh.device_type, request.param, mesh_dim_names=("replicate", "shard"))

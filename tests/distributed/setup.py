@@ -25,6 +25,7 @@ class Setup:
     """"a": fully_shard on every layer and the root; "b": on the root only; "free": a, without the patch."""
     settings: MuonSettings = field(default_factory=MuonSettings)
     make: Callable[[], nn.Module] = TinyModel
+    replicate_async: bool = True
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -32,7 +33,15 @@ class Setup:
 
     def wrap(self, model: nn.Module, mesh: DeviceMesh) -> dmuon.Assignment:
         policy = self.policy if self.dtype else None
-        assignment = dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=self.z3, mp_policy=policy)
+        hsdp = mesh.ndim == 2
+        assignment = dmuon.dedicate_params(
+            model,
+            mesh["shard"] if hsdp else mesh,
+            is_matrix,
+            replicate_mesh=mesh["replicate"] if hsdp else None,
+            reshard_after_forward=self.z3,
+            mp_policy=policy,
+        )
         kwargs = {"mesh": mesh, "reshard_after_forward": self.z3, "mp_policy": self.policy}
         if self.recipe == "free":
             dmuon.uninstall_patch()
@@ -51,16 +60,24 @@ class Setup:
         self.wrap(model, mesh)
         s = self.settings
         optimizer = dmuon.Muon(
-            model, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay, nesterov=s.nesterov, adamw_lr=s.adamw_lr
+            model,
+            lr=s.lr,
+            momentum=s.momentum,
+            weight_decay=s.weight_decay,
+            nesterov=s.nesterov,
+            adamw_lr=s.adamw_lr,
+            replicate_async=self.replicate_async,
         )
         return model, optimizer, reference
 
 
 def check_invariants(model: nn.Module) -> None:
-    model._dmuon.runtime.check_invariants()
+    dmuon.check_invariants(model)
+    shard = model._dmuon.comms[0].rank()
     for param in dmuon.get_dedicated_params(model):
+        column = param.owner_rank if isinstance(param.owner_rank, int) else param.owner_rank[0]
         assert param.is_owner == (not param.parameter.is_meta), f"I1: {param}"
-        assert (param._owned_data is not None) == param.is_owner, f"I2: {param}"
+        assert (param._owned_data is not None) == (column == shard), f"I2: {param}"
         assert param.is_owner or param._reduced_grad is None, f"I3: {param}"
 
 
@@ -76,6 +93,18 @@ def full_values(model: nn.Module, grads: bool = False) -> dict[str, torch.Tensor
     return values
 
 
+def mesh_of(model: nn.Module) -> tuple[int, int]:
+    """(shard, replicate) sizes."""
+    gather, _, replicate = model._dmuon.comms
+    return gather.size(), 1 if replicate is None else replicate.size()
+
+
+def global_rank(mesh: tuple[int, int], owner: int | tuple[int, int]) -> int:
+    """Of an owner, in a mesh whose last axis is the shard axis."""
+    shard, replicate = (owner, 0) if isinstance(owner, int) else owner
+    return replicate * mesh[0] + shard
+
+
 def align(model: nn.Module, reference: Reference) -> None:
     """Gives the reference the model's present values, so that low-precision rounding cannot drift apart over steps."""
     values = full_values(model)
@@ -86,7 +115,7 @@ def align(model: nn.Module, reference: Reference) -> None:
             if name in values:
                 target.copy_(values[name])
             if names[name] in dedicated:
-                dist.broadcast(target, src=dedicated[names[name]])
+                dist.broadcast(target, src=global_rank(mesh_of(model), dedicated[names[name]]))
 
 
 def update_tolerance(mesh: DeviceMesh, tolerance: float = 1e-6) -> float:
