@@ -26,7 +26,7 @@ std::vector<std::string> agree(const std::vector<Input>& inputs) {
   const auto world = make_thread_world(ranks, std::chrono::seconds(10));
   return errors_on_threads(ranks, [&](int rank) {
     const auto& input = inputs[static_cast<size_t>(rank)];
-    agree_on_inputs(*make_thread_communicator(world, rank), input.error, plan::describe_inputs(input.matrices));
+    agree_on_inputs({make_thread_communicator(world, rank).get()}, input.error, plan::describe_inputs(input.matrices));
   });
 }
 
