@@ -141,10 +141,13 @@ def _take_first_ranks_values(comms: list[torch.ScriptObject | None], model: nn.M
 
 
 def _group_for_reductions(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of its own, so that reductions never queue behind gathers nor depend on their order."""
-    return dist.new_group(
-        dist.get_process_group_ranks(mesh.get_group()), use_local_synchronization=True, group_desc="dmuon_reduce"
-    )
+    """A group of its own, so that reductions never queue behind gathers nor depend on their order; one per mesh object."""
+    if "_dmuon_reduce_group" not in mesh.__dict__:
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        mesh.__dict__["_dmuon_reduce_group"] = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc="dmuon_reduce"
+        )
+    return mesh.__dict__["_dmuon_reduce_group"]
 
 
 def _make_parameters(

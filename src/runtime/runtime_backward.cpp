@@ -15,6 +15,8 @@ namespace {
 
 // How long a host waits for a reduction before it offers its peers the next gather (wait_for_peers).
 constexpr auto kPatience = std::chrono::milliseconds(100);
+constexpr auto kShortestPause = std::chrono::microseconds(50);
+constexpr auto kLongestPause = std::chrono::microseconds(2000);
 
 void forget_dead(std::vector<c10::weak_intrusive_ptr<GroupUse>>& uses) {
   std::erase_if(uses, [](const auto& use) { return use.expired(); });
@@ -117,12 +119,14 @@ void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
 // right.
 void Runtime::wait_for_peers(BackwardPass& pass, const GradientReduction& reduction) {
   auto deadline = std::chrono::steady_clock::now() + kPatience;
+  auto pause = kShortestPause;
   while (!reduction.ready()) {
     if (std::chrono::steady_clock::now() > deadline) {
       if (!issue_next_backward_gather(pass)) return;
       deadline = std::chrono::steady_clock::now() + kPatience;
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
   }
 }
 

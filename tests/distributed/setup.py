@@ -36,9 +36,9 @@ class Setup:
         hsdp = mesh.ndim == 2
         assignment = dmuon.dedicate_params(
             model,
-            mesh["shard"] if hsdp else mesh,
+            mesh.axes["shard"] if hsdp else mesh,
             is_matrix,
-            replicate_mesh=mesh["replicate"] if hsdp else None,
+            replicate_mesh=mesh.axes["replicate"] if hsdp else None,
             reshard_after_forward=self.z3,
             mp_policy=policy,
         )

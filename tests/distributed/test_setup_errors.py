@@ -88,7 +88,6 @@ def test_boundary_not_found(mesh):
 def test_unknown_names(mesh):
     fails(mesh, is_matrix, "lpt.*round_robin.*rank0", owner_strategy="best")
     fails(mesh, is_matrix, "unexpected keyword", error=TypeError, owner_stratgy="lpt")
-    fails(mesh, is_matrix, "not supported yet", error=NotImplementedError, replicate_mesh=mesh)
     model, _, _ = Setup().build(mesh)
     with pytest.raises(ValueError, match="'gram', 'gram_accurate' or 'standard'"):
         dmuon.Muon(model, ns_backend="quick")
