@@ -55,30 +55,20 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is
     not 2-D or not floating, a parameter dedicated or sharded already, a boundary not found, ranks that disagree.
     """
-    for name, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
-        if axis is not None and axis.ndim != 1:
-            raise ValueError(
-                f"[dmuon.dedicate_params] {name} must be 1-D, got {axis.ndim}-D {axis}; of a 2-D mesh pass "
-                "mesh['shard'] and replicate_mesh=mesh['replicate']"
-            )
+    _check_meshes(mesh, replicate_mesh)
     policy = _policy(mp_policy, compute_dtype)
     device = _device(mesh)
-    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device, False)
-    replicate = None
-    if replicate_mesh is not None:
-        replicate = torch.classes.dmuon.Communicator(replicate_mesh.get_group().group_name, device, reproducible)
+    gather, replicate = _axes(mesh, replicate_mesh, device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
     matrices, groups = _agree(gather, replicate, (model, predicate, boundary))
+    shape = (mesh.size(), 1 if replicate is None else replicate.size())
     plan = compute_balanced_assignment(
-        [(m.name, *m.parameter.shape, m.layer) for m in matrices],
-        mesh.size(),
-        replicate_mesh.size() if replicate_mesh is not None else 1,
-        owner_strategy=owner_strategy,
+        [(m.name, *m.parameter.shape, m.layer) for m in matrices], *shape, owner_strategy=owner_strategy
     )
 
     _take_first_ranks_values([gather, replicate], model, device)
     reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device, reproducible)
-    slot = (mesh.get_local_rank(), replicate_mesh.get_local_rank() if replicate_mesh is not None else 0)
+    slot = (gather.rank(), 0 if replicate is None else replicate.rank())
     registered, unsharded = _make_parameters(matrices, plan, slot, policy.param_dtype, device)
     flags = (policy.cast_forward_inputs, reshard_after_forward, reproducible)
     options = ((policy.param_dtype, policy.reduce_dtype), flags)
@@ -94,6 +84,25 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     if not any(m.parameter.is_meta for m in matrices):
         runtime.materialize()
     return Assignment(params, plan)
+
+
+def _check_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
+    for name, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
+        if axis is not None and axis.ndim != 1:
+            raise ValueError(
+                f"[dmuon.dedicate_params] {name} must be 1-D, got {axis.ndim}-D {axis}; of a 2-D mesh pass "
+                "mesh['shard'] and replicate_mesh=mesh['replicate']"
+            )
+
+
+def _axes(
+    mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, device: torch.device, reproducible: bool
+) -> tuple[torch.ScriptObject, torch.ScriptObject | None]:
+    """Communicators of the shard group's gathers and of the replicate group."""
+    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device, False)
+    if replicate_mesh is None:
+        return gather, None
+    return gather, torch.classes.dmuon.Communicator(replicate_mesh.get_group().group_name, device, reproducible)
 
 
 def _policy(mp_policy: MixedPrecisionPolicy | None, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -141,7 +150,7 @@ def _take_first_ranks_values(comms: list[torch.ScriptObject | None], model: nn.M
 
 
 def _group_for_reductions(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of its own, so that reductions never queue behind gathers nor depend on their order; one per mesh object."""
+    """One per mesh object: reductions never queue behind gathers nor depend on their order."""
     if "_dmuon_reduce_group" not in mesh.__dict__:
         ranks = dist.get_process_group_ranks(mesh.get_group())
         mesh.__dict__["_dmuon_reduce_group"] = dist.new_group(

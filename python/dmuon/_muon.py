@@ -1,7 +1,7 @@
 """Muon: a torch optimizer over dedicated matrices, with torch's AdamW for everything else."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -122,25 +122,30 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self) -> None:
-        """Communication group by communication group in the order of the next forward, a batch of groups at a time, so
-        that the first ones can be published while the last ones are still being computed.
-        """
         runtime = self._dedication.runtime
         runtime.wait_publishes()
         hyper = {p: group for group in self.param_groups if group["use_muon"] for p in group["params"]}
-        waiting: list[int] = []
-        owned: list[nn.Parameter] = []
-        for index, group in enumerate(self._dedication.groups):
-            waiting.append(index)
-            parameters = (param.parameter for param in group.params if param.is_owner)
-            owned += [p for p in parameters if p in hyper and p.grad is not None]
-            if index + 1 == len(self._dedication.groups) or sum(p.numel() for p in owned) >= _BATCH_ELEMENTS:
-                self._step_batch(owned, hyper)
-                for ready in waiting:
-                    runtime.publish(ready)
-                waiting, owned = [], []
+        for indices, parameters in self._batches():
+            self._step_batch([p for p in parameters if p in hyper and p.grad is not None], hyper)
+            for index in indices:
+                runtime.publish(index)
         if not self.replicate_async:
             runtime.wait_publishes()
+
+    def _batches(self) -> Iterator[tuple[list[int], list[nn.Parameter]]]:
+        """Consecutive communication groups and their owned matrices, in the order of the next forward: the first ones
+        can be published while the last ones are still being computed.
+        """
+        indices: list[int] = []
+        owned: list[nn.Parameter] = []
+        for index, group in enumerate(self._dedication.groups):
+            indices.append(index)
+            owned += [param.parameter for param in group.params if param.is_owner]
+            if sum(p.numel() for p in owned) >= _BATCH_ELEMENTS:
+                yield indices, owned
+                indices, owned = [], []
+        if indices:
+            yield indices, owned
 
     def _step_batch(self, parameters: list[nn.Parameter], hyper: dict[nn.Parameter, dict[str, Any]]) -> None:
         by_group: dict[int, list[nn.Parameter]] = {}

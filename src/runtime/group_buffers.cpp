@@ -9,6 +9,18 @@ std::int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
 }
 
+// Leaves keep their identity; only their data moves.
+void link_unsharded(const plan::Segment& segment, const SegmentBuffers& buffers,
+                    const std::vector<DedicatedParamPtr>& members) {
+  for (const auto& packed : segment.matrices) {
+    const auto& param = members[static_cast<size_t>(packed.matrix)];
+    const auto view = buffers.compute.narrow(0, packed.offset, packed.numel).view(param->sizes());
+    at::Tensor leaf = param->unsharded();
+    leaf.set_data(view.variable_data());
+    param->set_published(buffers.column ? view : at::Tensor());
+  }
+}
+
 }  // namespace
 
 GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<DedicatedParamPtr>& members,
@@ -29,21 +41,14 @@ GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<De
     buffers.owned = segment.owner == rank;
     buffers.column = segment.owner.shard == rank.shard;
     if (buffers.owned) place_masters(segment, buffers, members);
-    if (buffers.owned && !placement.replicated && buffers.master.scalar_type() == placement.compute_dtype) {
+    if (!buffers.column) {
+      buffers.compute = gather_.narrow(0, std::exchange(gather_offset, gather_offset + segment.numel), segment.numel);
+    } else if (buffers.owned && !placement.replicated && buffers.master.scalar_type() == placement.compute_dtype) {
       buffers.compute = buffers.master;
-    } else if (buffers.column) {
-      buffers.compute = at::zeros({segment.numel}, compute);
     } else {
-      buffers.compute = gather_.narrow(0, gather_offset, segment.numel);
-      gather_offset += segment.numel;
+      buffers.compute = at::zeros({segment.numel}, compute);
     }
-    for (const auto& packed : segment.matrices) {
-      const auto& param = members[static_cast<size_t>(packed.matrix)];
-      const auto view = buffers.compute.narrow(0, packed.offset, packed.numel).view(param->sizes());
-      at::Tensor leaf = param->unsharded();
-      leaf.set_data(view.variable_data());
-      param->set_published(buffers.column ? view : at::Tensor());
-    }
+    link_unsharded(segment, buffers, members);
     if (buffers.column && !buffers.compute.is_same(buffers.master)) resident_bytes_ += bytes_of(buffers.compute);
     resident_bytes_ += bytes_of(buffers.master);
   }

@@ -38,8 +38,14 @@ class FailureReporter:
         self._print(report)
 
 
+_DEVICE_HELP = (
+    "where the tests' models live: cuda is one GPU a rank (NCCL); shared-gpu puts all ranks on GPU 0 (gloo; only for "
+    "tests without FSDP2, which needs collectives that gloo lacks on CUDA)"
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--on-device", default="cpu", choices=["cpu", "cuda"], help="where the tests' models live")
+    parser.addoption("--on-device", default="cpu", choices=["cpu", "cuda", "shared-gpu"], help=_DEVICE_HELP)
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,9 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def process_group() -> Iterator[dist.ProcessGroup]:
-    """The default group: gloo, and NCCL beside it when every rank has a GPU."""
-    has_gpus = torch.cuda.device_count() >= WORLD_SIZE
+def process_group(pytestconfig: pytest.Config) -> Iterator[dist.ProcessGroup]:
+    """The default group: gloo, and NCCL beside it when every rank has a GPU of its own."""
+    shared = pytestconfig.getoption("--on-device") == "shared-gpu"
+    has_gpus = torch.cuda.device_count() >= WORLD_SIZE and not shared
     if has_gpus:
         torch.cuda.set_device(RANK)
     dist.init_process_group(
@@ -79,9 +86,10 @@ def mesh(
     process_group: dist.ProcessGroup, require_gpus: Callable[[int], None], pytestconfig: pytest.Config
 ) -> DeviceMesh:
     """All ranks on one axis; with `--on-device cuda` one GPU each."""
-    device = pytestconfig.getoption("--on-device")
+    option = pytestconfig.getoption("--on-device")
+    device = "cpu" if option == "cpu" else "cuda"
     if device == "cuda":
-        require_gpus(WORLD_SIZE)
+        require_gpus(1 if option == "shared-gpu" else WORLD_SIZE)
         torch.backends.cuda.matmul.allow_tf32 = False
     return init_device_mesh(device, (WORLD_SIZE,), mesh_dim_names=("shard",))
 

@@ -117,14 +117,19 @@ def run(mesh, rank: int, world_size: int, setup: Setup, loop: Callable, wrap: Ca
         reference_step(reference, loop, step, world_size)
         check_invariants(model)
         assert {group.state for group in model._dmuon.groups} == {"sharded"}
-        assert_same(model, reference, tolerance=1e-5, grads=True)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-        assert_same(model, reference, update_tolerance(mesh, 2e-6))
-        if mesh.device_type != "cpu":
-            align(model, reference)
+        step_both(mesh, model, optimizer, reference)
+
+
+def step_both(mesh, model, optimizer, reference) -> None:
+    """Gradients agree, then weights after the step."""
+    assert_same(model, reference, tolerance=1e-5, grads=True)
+    optimizer.step()
+    reference.step()
+    optimizer.zero_grad()
+    reference.zero_grad()
+    assert_same(model, reference, update_tolerance(mesh, 2e-6))
+    if mesh.device_type != "cpu":
+        align(model, reference)
 
 
 def reference_step(reference, loop: Callable, step: int, world_size: int) -> None:
@@ -175,14 +180,7 @@ def test_no_sync_keeps_gradients_back_and_sends_nothing(mesh, rank, world_size, 
         for i in range(3):
             losses = [loss_of(reference, batch(10 * step + i, r)) for r in range(world_size)]
             reference.backward(losses, world_size)
-        assert_same(model, reference, tolerance=1e-5, grads=True)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-        assert_same(model, reference, update_tolerance(mesh, 2e-6))
-        if mesh.device_type != "cpu":
-            align(model, reference)
+        step_both(mesh, model, optimizer, reference)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "model"])
