@@ -27,23 +27,24 @@ class TrainingClock:
         return time.perf_counter()
 
 
-class MatrixStepClock:
-    """Time this rank spends in the C++ Muon step of its own matrices, one entry per training step.
+class StepperClock:
+    """Stands before a Muon optimizer's C++ stepper and measures what its calls cost this rank.
 
-    CPU: CPU time of the calling thread, because ranks that share cores would otherwise measure the scheduler (every
-    rank computes with one thread).  CUDA: time between two events on the stream.
+    CPU: CPU time of the calling thread, because the wall time of ranks that share cores would measure the scheduler
+    (every rank computes with one thread).  CUDA: time between two events on the stream.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple] = []
-        self._step = optimizer._step_matrices
-        optimizer._step_matrices = self._timed
+        self._stepper = optimizer._stepper
+        optimizer._stepper = self
 
-    def _timed(self, group: dict) -> None:
+    def step(self, *arguments: object) -> object:
         begin = self._mark()
-        self._step(group)
+        result = self._stepper.step(*arguments)
         self._marks.append((begin, self._mark()))
+        return result
 
     def _mark(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:
@@ -52,14 +53,15 @@ class MatrixStepClock:
         event.record()
         return event
 
-    def mean_ms(self, skip: int = 2) -> float:
-        """Mean over the steps after the first `skip`, which allocate."""
+    def mean_ms(self, steps: int) -> float:
+        """Per training step, over all but the first two of `steps`, which allocate."""
+        warm = self._marks[2 * len(self._marks) // steps :]
         if self._on_gpu:
             torch.cuda.synchronize()
-            spans = [begin.elapsed_time(end) for begin, end in self._marks[skip:]]
+            total = sum(begin.elapsed_time(end) for begin, end in warm)
         else:
-            spans = [1e3 * (end - begin) for begin, end in self._marks[skip:]]
-        return sum(spans) / max(1, len(spans))
+            total = 1e3 * sum(end - begin for begin, end in warm)
+        return total / max(1, steps - 2)
 
 
 class PeakMemory:

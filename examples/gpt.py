@@ -85,7 +85,7 @@ class GPT(nn.Module):
         self._init_weights(config)
 
     def _init_weights(self, config: GPTConfig) -> None:
-        """Normal, scaled by the width of the input; smaller by sqrt(2 layers) for what is added to the residual stream."""
+        """Normal, by the width of the input; smaller by sqrt(2 layers) for what is added to the residual stream."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("attention.out.weight", "mlp.down.weight"))

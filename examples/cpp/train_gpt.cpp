@@ -95,7 +95,7 @@ class Muon {
       matrices.push_back({param->name(), param->registered(), gradient, momentum});
     }
     static_cast<void>(dmuon::muon_step(matrices, options));
-    for (const auto& param : runtime_->params()) param->registered().mutable_grad() = {};
+    for (const auto& param : runtime_->params()) param->registered().mutable_grad() = torch::Tensor();
   }
 
  private:

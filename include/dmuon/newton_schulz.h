@@ -1,8 +1,9 @@
 // Newton-Schulz orthogonalisation: replaces a matrix by (nearly) its polar factor U V^T.
 //
 // Called by the optimizer on matrices it owns, and by users through `dmuon.newton_schulz`.  Knows nothing of ranks.
-// Equal shapes are batched.  On CUDA the iteration runs in fp16 with fp32 accumulation (bf16 Gram diverges); elsewhere
-// in fp32.  A NaN or Inf stays in the matrix it is in.  A zero matrix gives a zero matrix.
+// Equal shapes are batched; how many at a time follows from the shape alone, so that bits do not depend on the list. On
+// CUDA the iteration runs in fp16 with fp32 accumulation (bf16 Gram diverges); elsewhere in fp32.  A NaN or Inf stays
+// in the matrix it is in.  A zero matrix gives a zero matrix.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -32,10 +32,10 @@ struct GroupSpec {
 };
 
 struct RuntimeOptions {
-  std::optional<at::ScalarType> param_dtype;   ///< compute dtype; unset: the dtype of the unsharded leaves
-  std::optional<at::ScalarType> reduce_dtype;  ///< on the wire in backward; unset: the compute dtype
-  bool cast_forward_inputs = false;            ///< floating inputs of a hook module are cast to the compute dtype
-  bool reshard_after_forward = true;           ///< Z3; false is Z2
+  std::optional<at::ScalarType> param_dtype{};   ///< compute dtype; unset: the dtype of the unsharded leaves
+  std::optional<at::ScalarType> reduce_dtype{};  ///< on the wire in backward; unset: the compute dtype
+  bool cast_forward_inputs = false;              ///< floating inputs of a hook module are cast to the compute dtype
+  bool reshard_after_forward = true;             ///< Z3; false is Z2
   /// Gradients are summed in a fixed binary tree over micro-batches and, inside each, over global data-parallel ranks.
   /// Give the runtime ReproducibleCommunicators as well; with replicas the shard group's size must be a power of two.
   bool reproducible = false;
@@ -44,9 +44,9 @@ struct RuntimeOptions {
 /// Gathers and stage 1 of reductions run in the shard group, on communicators of their own (they may be the same object
 /// only if no backward gathers, Z2); stage 2 and publishes run in the replicate group, null without a replicate mesh.
 struct RuntimeComms {
-  CommunicatorPtr gather;
-  CommunicatorPtr reduce;
-  CommunicatorPtr replicate;
+  CommunicatorPtr gather{};
+  CommunicatorPtr reduce{};
+  CommunicatorPtr replicate{};
 };
 
 class BackwardPass;

@@ -1,11 +1,13 @@
 #include "dmuon/newton_schulz.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <tuple>
@@ -19,6 +21,8 @@ namespace {
 
 constexpr double kGramAspect = 1.3;  // below it standard Newton-Schulz needs no more FLOPs and fewer launches
 constexpr int kHalfPrescale = 4;
+constexpr std::int64_t kFillsTheGpu = std::int64_t{1} << 20;  // elements
+constexpr std::size_t kSmallBatch = 8;
 
 struct ShapeGroup {
   std::vector<std::size_t> places;  // in the caller's list
@@ -55,14 +59,34 @@ std::vector<int> restarts_for(const NsOptions& options, std::int64_t rows, std::
   return every_step;
 }
 
+// cuBLAS chooses its algorithm by the number of matrices in a batch too.  A number that follows from the shape alone
+// keeps a matrix's bits independent of what else is stepped with it; large matrices fill the GPU one at a time.
+std::size_t batch_for(std::int64_t numel) { return numel < kFillsTheGpu ? kSmallBatch : 1; }
+
+std::vector<at::Tensor> padded_chunk(const std::vector<at::Tensor>& matrices, std::size_t begin, std::size_t batch) {
+  const auto end = std::min(begin + batch, matrices.size());
+  std::vector<at::Tensor> chunk(matrices.begin() + static_cast<std::ptrdiff_t>(begin),
+                                matrices.begin() + static_cast<std::ptrdiff_t>(end));
+  if (chunk.size() < batch) chunk.resize(batch, at::zeros_like(chunk.front()));
+  return chunk;
+}
+
 std::vector<at::Tensor> run_group(const std::vector<at::Tensor>& matrices, const NsOptions& options) {
   const at::Tensor& first = matrices.front();
   const std::vector<int> restarts = restarts_for(options, first.size(0), first.size(1));
-  if (first.is_cuda()) {
-    at::Tensor x = normalize_to_half_batch(matrices, kHalfPrescale);
-    return iterate(std::move(x), options.coefficients, restarts, kHalfPrescale).to(first.scalar_type()).unbind(0);
-  }
   std::vector<at::Tensor> results;
+  if (first.is_cuda()) {
+    const auto batch = batch_for(first.numel());
+    for (std::size_t begin = 0; begin < matrices.size(); begin += batch) {
+      const auto chunk = padded_chunk(matrices, begin, batch);
+      at::Tensor x =
+          iterate(normalize_to_half_batch(chunk, kHalfPrescale), options.coefficients, restarts, kHalfPrescale);
+      auto found = x.to(first.scalar_type()).unbind(0);
+      found.resize(std::min(batch, matrices.size() - begin));
+      std::move(found.begin(), found.end(), std::back_inserter(results));
+    }
+    return results;
+  }
   for (const at::Tensor& matrix : matrices) {
     at::Tensor x = normalize(matrix, at::kFloat, 0);
     results.push_back(iterate(std::move(x), options.coefficients, restarts, 0).to(matrix.scalar_type()));

@@ -60,8 +60,9 @@ def process_group(pytestconfig: pytest.Config) -> Iterator[dist.ProcessGroup]:
     """The default group: gloo, and NCCL beside it when every rank has a GPU of its own."""
     shared = pytestconfig.getoption("--on-device") == "shared-gpu"
     has_gpus = torch.cuda.device_count() >= WORLD_SIZE and not shared
-    if has_gpus:
-        torch.cuda.set_device(RANK)
+    if has_gpus or shared:
+        torch.cuda.set_device(0 if shared else RANK)
+        torch.cuda.init()  # a mesh chooses a device by rank for a process that has not
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
         timeout=COLLECTIVE_TIMEOUT,

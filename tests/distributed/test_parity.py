@@ -24,7 +24,7 @@ def train(setup: Setup, mesh, rank: int, world_size: int) -> None:
         loss.backward()
         check_invariants(model)
         losses = [loss_of(reference, batch(step, r)) for r in range(world_size)]
-        torch.testing.assert_close(loss.detach().cpu(), losses[rank].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss.detach().cpu(), losses[rank].detach().cpu(), rtol=1e-5, atol=1e-6)
         reference.backward(losses, world_size)
         assert_same(model, reference, grad_tolerance, grads=True)
         optimizer.step()

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <optional>
 #include <set>
 #include <stdexcept>
 
@@ -26,10 +27,10 @@ TEST(GroupLayout, PacksSegmentsByOwnerInModuleOrder) {
   const GroupLayout layout = make_group_layout(plan, std::vector<int>{2, 1, 0, 3});
   ASSERT_EQ(layout.segments.size(), 3U);
   EXPECT_EQ(layout.segments[0].owner, (Slot{0, 0}));
-  EXPECT_EQ(layout.segments[1].owner, (Slot{1, 0}));
-  EXPECT_EQ(layout.segments[2].owner, (Slot{0, 1}));
+  EXPECT_EQ(layout.segments[1].owner, (Slot{0, 1}));
+  EXPECT_EQ(layout.segments[2].owner, (Slot{1, 0}));
 
-  const Segment& segment = layout.segments[1];
+  const Segment& segment = layout.segments[2];
   ASSERT_EQ(segment.matrices.size(), 2U);
   EXPECT_EQ(segment.matrices[0].matrix, 2);
   EXPECT_EQ(segment.matrices[1].matrix, 0);
@@ -81,10 +82,10 @@ TEST(GroupLayoutProperty, CoversEveryElementOnceAndAligned) {
     std::iota(members.begin(), members.end(), 0);
     const GroupLayout layout = make_group_layout(plan, members);
     std::set<int> seen;
-    int previous = -1;
+    std::optional<Slot> previous;
     for (const Segment& segment : layout.segments) {
-      EXPECT_LT(previous, plan.slot_index(segment.owner));
-      previous = plan.slot_index(segment.owner);
+      EXPECT_TRUE(!previous || *previous < segment.owner);
+      previous = segment.owner;
       expect_packed(segment, plan, seen);
     }
     EXPECT_EQ(seen.size(), members.size());

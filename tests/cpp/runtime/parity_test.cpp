@@ -24,9 +24,7 @@ class Parity : public ::testing::TestWithParam<Case> {
   }
 };
 
-TEST_P(Parity, HoldsAfterFiveSteps) {
-  RecordProperty("error", std::to_string(expect_parity(make_setup(), kSteps, plain)));
-}
+TEST_P(Parity, HoldsAfterFiveSteps) { RecordProperty("error", c10::str(expect_parity(make_setup(), kSteps, plain))); }
 
 std::string case_name(const ::testing::TestParamInfo<Case>& info) {
   const auto& [ranks, reshard, param_dtype, dtype, nested] = info.param;
@@ -55,29 +53,60 @@ TEST(ParityOf, MergedSmallMatrices) {
   expect_parity(setup, kSteps, plain);
 }
 
-// Wire bytes, summed over ranks: (N - 1) P for every gather and reduction; one call a group, pass and rank.
-class Traffic : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {};
-
-TEST_P(Traffic, IsWhatTheFormulaSays) {
-  const auto [ranks, reshard, mixed] = GetParam();
-  TrainSetup setup;
-  setup.ranks = ranks;
-  setup.reshard_after_forward = reshard;
-  if (mixed) setup.param_dtype = at::kBFloat16;
-  const auto trained = train_on_threads(setup, 3, plain);
-  const std::int64_t elements = setup.shape.blocks * 2 * setup.shape.width * setup.shape.hidden;
-  const std::int64_t gathers = reshard ? 2 : 1;
-  for (const auto& step : trained.traffic) {
-    EXPECT_EQ(step.broadcast_bytes, gathers * (ranks - 1) * elements * (mixed ? 2 : 4));
-    EXPECT_EQ(step.reduce_bytes, (ranks - 1) * elements * 4);
-    if (ranks == 1) continue;
-    EXPECT_EQ(step.broadcast_calls, gathers * ranks * setup.shape.blocks);
-    EXPECT_EQ(step.reduce_calls, ranks * setup.shape.blocks);
+TEST(ParityOf, Replicas) {
+  for (const auto& [ranks, replicas] : {std::pair(2, 2), std::pair(4, 2), std::pair(6, 2), std::pair(6, 3)}) {
+    for (const bool reshard : {true, false}) {
+      SCOPED_TRACE(c10::str(ranks, " ranks, ", replicas, " replicas", reshard ? ", Z3" : ", Z2"));
+      TrainSetup setup;
+      setup.ranks = ranks;
+      setup.replicas = replicas;
+      setup.reshard_after_forward = reshard;
+      expect_parity(setup, kSteps, plain);
+      setup.param_dtype = at::kBFloat16;
+      expect_parity(setup, kSteps, plain);
+    }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, Traffic,
-                         ::testing::Combine(::testing::Values(1, 2, 3, 4), ::testing::Bool(), ::testing::Bool()));
+// Wire bytes, summed over ranks: (N - 1) P for every gather and reduction; one call a group, pass and rank.
+class Traffic : public ::testing::TestWithParam<int> {};
+
+void expect_traffic(const TrainSetup& setup) {
+  const auto trained = train_on_threads(setup, 3, plain);
+  const std::int64_t compute = setup.param_dtype ? 2 : 4;
+  const std::int64_t elements = setup.shape.blocks * 2 * setup.shape.width * setup.shape.hidden;
+  const std::int64_t gathers = setup.reshard_after_forward ? 2 : 1;
+  for (const auto& step : trained.traffic) {
+    EXPECT_EQ(step.broadcast_bytes, gathers * setup.replicas * (setup.shards() - 1) * elements * compute);
+    EXPECT_EQ(step.reduce_bytes, setup.replicas * (setup.shards() - 1) * elements * 4);
+    if (setup.shards() == 1) continue;
+    EXPECT_EQ(step.broadcast_calls, gathers * setup.ranks * setup.shape.blocks);
+    EXPECT_EQ(step.reduce_calls, setup.ranks * setup.shape.blocks);
+  }
+  for (const auto& step : trained.replicate_traffic) {
+    EXPECT_EQ(step.broadcast_bytes, (setup.replicas - 1) * elements * compute);
+    EXPECT_EQ(step.reduce_bytes, (setup.replicas - 1) * elements * 4);
+  }
+}
+
+TEST_P(Traffic, IsWhatTheFormulaSays) {
+  for (const bool reshard : {true, false}) {
+    for (const bool mixed : {true, false}) {
+      SCOPED_TRACE(c10::str(reshard ? "Z3" : "Z2", mixed ? ", bf16" : ", fp32"));
+      TrainSetup setup;
+      setup.ranks = GetParam();
+      setup.reshard_after_forward = reshard;
+      if (mixed) setup.param_dtype = at::kBFloat16;
+      expect_traffic(setup);
+      if (setup.ranks == 4) {
+        setup.replicas = 2;
+        expect_traffic(setup);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Traffic, ::testing::Values(1, 2, 3, 4));
 
 }  // namespace
 }  // namespace dmuon

@@ -38,7 +38,8 @@ struct Case {
 
 Case::Case(unsigned seed) : random_(seed) {
   setup.seed = seed;
-  setup.ranks = pick(1, 4);
+  setup.replicas = one_in(4) ? 2 : 1;
+  setup.ranks = setup.replicas == 2 ? 2 * pick(1, 3) : pick(1, 4);
   setup.reshard_after_forward = pick(0, 1) == 1;
   if (one_in(4)) setup.param_dtype = at::kBFloat16;
   if (one_in(4)) setup.small_matrix_threshold = std::nullopt;
@@ -109,8 +110,9 @@ void run_micro_batch(Trainer& trainer, const MicroBatch& micro, int index) {
 std::string describe(const Case& random) {
   const auto& setup = random.setup;
   std::ostringstream text;
-  text << setup.ranks << " ranks, " << (setup.reshard_after_forward ? "Z3, " : "Z2, ") << setup.shape.blocks
-       << " blocks" << (setup.shape.nested ? ", nested" : "") << (setup.param_dtype ? ", bf16" : "")
+  text << setup.ranks << " ranks, " << setup.replicas << " replicas, "
+       << (setup.reshard_after_forward ? "Z3, " : "Z2, ") << setup.shape.blocks << " blocks"
+       << (setup.shape.nested ? ", nested" : "") << (setup.param_dtype ? ", bf16" : "")
        << (setup.shape.trains_embedding ? "" : ", frozen embedding") << ", frozen {";
   for (const auto& name : setup.shape.frozen) text << name << " ";
   text << "}\n";
@@ -150,7 +152,7 @@ TEST_P(RandomTraining, IsExact) {
   RecordProperty("worst_error", c10::str(worst));
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, RandomTraining, ::testing::Range(0U, 3000U, kCasesPerTest));
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomTraining, ::testing::Range(0U, 200U, kCasesPerTest));
 
 }  // namespace
 }  // namespace dmuon

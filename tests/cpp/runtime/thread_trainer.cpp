@@ -12,18 +12,45 @@ namespace {
 
 constexpr auto kTimeout = std::chrono::seconds(10);
 
+using Worlds = std::vector<std::shared_ptr<ThreadWorld>>;
+
+Worlds make_worlds(int count, int ranks) {
+  Worlds worlds;
+  for (int i = 0; i < count; ++i) worlds.push_back(make_thread_world(ranks, kTimeout));
+  return worlds;
+}
+
 struct Shared {
-  Shared(int ranks, int steps)
-      : gather(make_thread_world(ranks, kTimeout)),
-        reduce(make_thread_world(ranks, kTimeout)),
-        rest(make_thread_world(ranks, kTimeout)) {
+  Shared(const TrainSetup& setup, int steps)
+      : gather(make_worlds(setup.replicas, setup.shards())),
+        reduce(make_worlds(setup.replicas, setup.shards())),
+        replicate(make_worlds(setup.shards(), setup.replicas)),
+        rest(make_thread_world(setup.ranks, kTimeout)) {
     trained.traffic.resize(static_cast<size_t>(steps));
+    trained.replicate_traffic.resize(static_cast<size_t>(steps));
     trained.stepped.resize(static_cast<size_t>(steps));
   }
-  std::shared_ptr<ThreadWorld> gather, reduce, rest;
+  Worlds gather;     // [replicas]
+  Worlds reduce;     // [replicas]
+  Worlds replicate;  // [shards]
+  std::shared_ptr<ThreadWorld> rest;
   std::mutex mutex;
   Trained trained;
 };
+
+using Recorder = std::shared_ptr<RecordingCommunicator>;
+
+Recorder record(const Worlds& worlds, int world, int rank) {
+  return std::make_shared<RecordingCommunicator>(make_thread_communicator(worlds[static_cast<size_t>(world)], rank));
+}
+
+void move_stats(RecordingCommunicator& from, CommStats& to) {
+  to.broadcast_calls += from.stats().broadcast_calls;
+  to.broadcast_bytes += from.stats().broadcast_bytes;
+  to.reduce_calls += from.stats().reduce_calls;
+  to.reduce_bytes += from.stats().reduce_bytes;
+  from.reset();
+}
 
 DedicateOptions dedicate_options(const TrainSetup& setup) {
   DedicateOptions options;
@@ -43,13 +70,16 @@ class ThreadRank final : public Trainer {
         shared_(shared),
         rank_(rank),
         model_(setup.shape, rank == 0 ? setup.seed : setup.seed + 77 + static_cast<std::uint64_t>(rank)),
-        gather_(std::make_shared<RecordingCommunicator>(make_thread_communicator(shared.gather, rank))),
-        reduce_(std::make_shared<RecordingCommunicator>(make_thread_communicator(shared.reduce, rank))),
+        gather_(record(shared.gather, rank / setup.shards(), rank % setup.shards())),
+        reduce_(record(shared.reduce, rank / setup.shards(), rank % setup.shards())),
+        replicate_(record(shared.replicate, rank % setup.shards(), rank / setup.shards())),
         rest_(make_thread_communicator(shared.rest, rank)),
-        runtime_(dedicate(model_.hook_modules(), {gather_, reduce_}, dedicate_options(setup))) {
+        runtime_(dedicate(model_.hook_modules(), {gather_, reduce_, setup.replicas > 1 ? replicate_ : nullptr},
+                          dedicate_options(setup))) {
     for (const auto& [name, weight] : model_.rest()) rest_weights_.push_back(weight);
     broadcast_from_first(*rest_, rest_weights_, at::kCPU);
-    gather_->reset();
+    runtime_->materialize();
+    for (const auto& recorder : {gather_, reduce_, replicate_}) recorder->reset();
     runtime_->check_invariants();
   }
 
@@ -84,7 +114,6 @@ class ThreadRank final : public Trainer {
   }
 
   void step() {
-    count_traffic();
     std::vector<MuonMatrix> matrices;
     for (const auto& param : runtime_->params()) {
       const auto gradient = param->reduced_grad();
@@ -99,10 +128,13 @@ class ThreadRank final : public Trainer {
     average_gradients(*rest_, rest_weights_);
     for (const auto& weight : rest_weights_) sgd(weight, weight.grad());
     discard_gradients();
+    for (const auto& group : runtime_->groups()) runtime_->publish(group->index());
+    count_traffic();
     runtime_->check_invariants();
   }
 
   void hand_over_weights() {
+    runtime_->check_replicas();
     const std::lock_guard<std::mutex> lock(shared_.mutex);
     for (const auto& param : runtime_->params()) {
       if (param->is_owner()) shared_.trained.weights[param->name()] = param->registered().detach().clone();
@@ -121,14 +153,10 @@ class ThreadRank final : public Trainer {
 
   void count_traffic() {
     const std::lock_guard<std::mutex> lock(shared_.mutex);
-    auto& total = shared_.trained.traffic[static_cast<size_t>(step_)];
-    total.broadcast_calls += gather_->stats().broadcast_calls;
-    total.broadcast_bytes += gather_->stats().broadcast_bytes;
-    total.reduce_calls += reduce_->stats().reduce_calls;
-    total.reduce_bytes += reduce_->stats().reduce_bytes;
     EXPECT_EQ(gather_->stats().reduce_calls + reduce_->stats().broadcast_calls, 0);
-    gather_->reset();
-    reduce_->reset();
+    move_stats(*gather_, shared_.trained.traffic[static_cast<size_t>(step_)]);
+    move_stats(*reduce_, shared_.trained.traffic[static_cast<size_t>(step_)]);
+    move_stats(*replicate_, shared_.trained.replicate_traffic[static_cast<size_t>(step_)]);
   }
 
   const TrainSetup& setup_;
@@ -136,7 +164,7 @@ class ThreadRank final : public Trainer {
   int rank_;
   int step_ = 0;
   ToyModel model_;
-  std::shared_ptr<RecordingCommunicator> gather_, reduce_;
+  Recorder gather_, reduce_, replicate_;
   CommunicatorPtr rest_;
   RuntimePtr runtime_;
   std::vector<at::Tensor> rest_weights_;
@@ -146,7 +174,7 @@ class ThreadRank final : public Trainer {
 }  // namespace
 
 Trained train_on_threads(const TrainSetup& setup, int steps, const Body& body) {
-  Shared shared(setup.ranks, steps);
+  Shared shared(setup, steps);
   on_threads(setup.ranks, [&](int index) {
     ThreadRank rank(setup, shared, index);
     for (int step = 0; step < steps; ++step) {

@@ -51,9 +51,10 @@ class Alone final : public Trainer {
 
   /// This rank is done with its step: each of its synchronised backwards joins those of the ranks before.
   void collect() {
-    sums_.resize(std::max(sums_.size(), rounds_.size()));
+    sums_.resize(std::max(sums_.size(), rounds_.size()), std::vector<Gradients>(static_cast<size_t>(setup_.replicas)));
+    const auto row = static_cast<size_t>(rank_ / setup_.shards());
     for (size_t round = 0; round < rounds_.size(); ++round) {
-      for (const auto& [name, gradient] : rounds_[round]) add_to(sums_[round][name], gradient);
+      for (const auto& [name, gradient] : rounds_[round]) add_to(sums_[round][row][name], gradient);
     }
     rounds_.clear();
     for (const auto& [name, gradient] : take_gradients(rest_)) add_to(rest_sums_[name], gradient);
@@ -62,8 +63,12 @@ class Alone final : public Trainer {
   /// The mean over the ranks of every round, summed over the rounds.
   std::set<std::string> step() {
     Gradients means;
-    for (const auto& round : sums_) {
-      for (const auto& [name, sum] : round) add_to(means[name], sum / setup_.ranks);
+    for (const auto& rows : sums_) {
+      Gradients sums;
+      for (const auto& row : rows) {
+        for (const auto& [name, sum] : row) add_to(sums[name], sum);
+      }
+      for (const auto& [name, sum] : sums) add_to(means[name], sum / setup_.ranks);
     }
     sums_.clear();
     std::set<std::string> stepped;
@@ -117,9 +122,9 @@ class Alone final : public Trainer {
   int rank_ = 0;
   int step_ = 0;
   bool sync_ = true;
-  std::vector<Gradients> rounds_;  // [synchronised backwards] of this rank and step
-  std::vector<Gradients> sums_;    // [synchronised backwards] over the ranks so far
-  Gradients rest_sums_;            // likewise, of all backwards together
+  std::vector<Gradients> rounds_;             // [synchronised backwards] of this rank and step
+  std::vector<std::vector<Gradients>> sums_;  // [synchronised backwards][replicas] over the ranks so far
+  Gradients rest_sums_;                       // over the ranks so far, of all backwards together
   std::map<std::string, at::Tensor> momenta_;
 };
 

@@ -17,12 +17,15 @@ namespace dmuon {
 
 struct TrainSetup {
   ToyShape shape;
-  int ranks = 2;
+  int ranks = 2;     ///< in all; rank r has shard coordinate r % shards() and replicate coordinate r / shards()
+  int replicas = 1;  ///< divides ranks
   bool reshard_after_forward = true;
   std::optional<at::ScalarType> param_dtype;  ///< with it, gradients are reduced in the masters' dtype
   bool muon = true;                           ///< false: SGD, for masters that are not fp32
   std::uint64_t seed = 1;
   std::optional<std::int64_t> small_matrix_threshold = 0;  ///< 0: every matrix is placed by itself
+
+  [[nodiscard]] int shards() const { return ranks / replicas; }
 };
 
 [[nodiscard]] MuonOptions muon_options();
@@ -55,7 +58,8 @@ using Body = std::function<void(Trainer& trainer, int step)>;
 
 struct Trained {
   std::map<std::string, at::Tensor> weights;   ///< full weights at the end
-  std::vector<CommStats> traffic;              ///< [steps] summed over ranks
+  std::vector<CommStats> traffic;              ///< [steps] of gathers and stage 1, summed over ranks
+  std::vector<CommStats> replicate_traffic;    ///< [steps] of stage 2 and publishes, summed over ranks
   std::vector<std::set<std::string>> stepped;  ///< [steps] dedicated matrices that had a gradient
 };
 
