@@ -10,7 +10,7 @@ SETUP := .venv/.setup-done
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build build-all test test-cpp test-python test-distributed asan lint format demo bench docs clean
+.PHONY: help setup build build-all test test-cpp test-python test-distributed test-wide asan lint format demo bench docs clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-26s%s\n", $$1, $$2}'
@@ -45,6 +45,14 @@ test-distributed: build ## distributed tests, one launch per world size
 	@for n in $(WORLD_SIZES); do \
 	  echo "== distributed tests on $$n ranks"; \
 	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $$n -m pytest -x --tb=short -p no:cacheprovider tests/distributed || exit 1; \
+	done
+
+test-wide: build ## HSDP on 6 and 8 ranks (2x3, 2x4, 4x2)
+	@for n in 6 8; do \
+	  echo "== HSDP tests on $$n ranks"; \
+	  OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $$n -m pytest -x --tb=short -p no:cacheprovider \
+	    tests/distributed/test_hsdp_correctness.py tests/distributed/test_hsdp_async_correctness.py \
+	    tests/distributed/test_reproducible.py -k "fp32-z3 or power_of_two or bytes" || exit 1; \
 	done
 
 asan: setup ## C++ tests under the address and undefined-behaviour sanitizers

@@ -126,6 +126,31 @@ TEST(Dedicate, GivesEveryMatrixOneOwnerThatHoldsRankZerosValues) {
   EXPECT_THAT(owners, Each(1));
 }
 
+// A step, a load, or `p.data = other`: whatever changed a master, the next forward computes with it.
+TEST(Dedicate, AForwardComputesWithTheMastersAsTheyAre) {
+  const auto world = make_thread_world(2, std::chrono::seconds(10));
+  on_threads(2, [&](int rank) {
+    const auto communicator = make_thread_communicator(world, rank);
+    const auto w = weight(2, 2);
+    const auto runtime = dedicate({{"m", {{"m.w", w}}}}, {communicator, communicator});
+    const auto compute = [&] {
+      const at::NoGradGuard no_grad;
+      return call_root(*runtime, [&] {
+        return call_module(*runtime, 0, at::ones({1}), [&](const at::Tensor& x) { return x * w.sum(); });
+      });
+    };
+    EXPECT_EQ(compute().item<float>(), 4.0F);
+    const auto& master = runtime->params()[0];
+    if (master->is_owner()) master->registered().variable_data().fill_(2.0F);
+    EXPECT_EQ(compute().item<float>(), 8.0F);
+    if (master->is_owner()) at::Tensor(master->registered()).set_data(at::full({2, 2}, 3.0F));
+    EXPECT_EQ(compute().item<float>(), 12.0F);
+    if (master->is_owner()) master->registered().variable_data().fill_(4.0F);
+    EXPECT_EQ(compute().item<float>(), 16.0F);
+    EXPECT_EQ(runtime->groups()[0]->state(), GroupState::kSharded);
+  });
+}
+
 TEST(AverageGradients, TakesTheMeanAndCountsAMissingOneAsZeros) {
   const auto world = make_thread_world(3, std::chrono::seconds(10));
   on_threads(3, [&](int rank) {

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <random>
-#include <sstream>
 
 #include "runtime/trainer.h"
 
@@ -107,26 +106,29 @@ void run_micro_batch(Trainer& trainer, const MicroBatch& micro, int index) {
   for (int i = micro.backwards; i > 0; --i) trainer.backward(loss, i > 1);
 }
 
+std::string describe(const TrainSetup& setup) {
+  const auto& shape = setup.shape;
+  return c10::str(setup.ranks, " ranks, ", setup.replicas, " replicas, ", setup.reshard_after_forward ? "Z3, " : "Z2, ",
+                  shape.blocks, " blocks", shape.nested ? ", nested" : "", setup.param_dtype ? ", bf16" : "",
+                  shape.trains_embedding ? "" : ", frozen embedding", ", frozen {", c10::Join(" ", shape.frozen),
+                  "}\n");
+}
+
+std::string describe(const MicroBatch& micro) {
+  auto text = c10::str("  ", micro.evaluates_first ? "evaluate, " : "", "forward, ", micro.joint ? "forward, " : "",
+                       micro.evaluates_between ? "evaluate, " : "", micro.backwards, " x backward ",
+                       micro.sync ? "" : "without sync ", "on routes by rank:");
+  for (const auto& route : micro.routes) text += c10::str(" [", c10::Join(" ", route), "]");
+  return text + "\n";
+}
+
 std::string describe(const Case& random) {
-  const auto& setup = random.setup;
-  std::ostringstream text;
-  text << setup.ranks << " ranks, " << setup.replicas << " replicas, "
-       << (setup.reshard_after_forward ? "Z3, " : "Z2, ") << setup.shape.blocks << " blocks"
-       << (setup.shape.nested ? ", nested" : "") << (setup.param_dtype ? ", bf16" : "")
-       << (setup.shape.trains_embedding ? "" : ", frozen embedding") << ", frozen {";
-  for (const auto& name : setup.shape.frozen) text << name << " ";
-  text << "}\n";
+  auto text = describe(random.setup);
   for (const auto& step : random.steps) {
-    text << "step\n";
-    for (const auto& micro : step) {
-      text << "  " << (micro.evaluates_first ? "evaluate, " : "") << "forward, " << (micro.joint ? "forward, " : "")
-           << (micro.evaluates_between ? "evaluate, " : "") << micro.backwards << " x backward "
-           << (micro.sync ? "" : "without sync ") << "on routes by rank:";
-      for (const auto& route : micro.routes) text << " [" << c10::Join(" ", route) << "]";
-      text << "\n";
-    }
+    text += "step\n";
+    for (const auto& micro : step) text += describe(micro);
   }
-  return text.str();
+  return text;
 }
 
 double train(const Case& random) {
