@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 RUNS = {"adamw": "FSDP2 + AdamW", "muon": "FSDP2 + dmuon Muon"}
 VALIDATIONS = 10
 VALIDATION_BYTES = 16384
-# The best of a grid over the default model and budget, by final validation loss; docs/performance.md has the grid.
+# The best of a grid over the default model and 200 steps, by final validation loss; docs/performance.md has the grid.
 ADAMW = {"lr": 4e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 ADAMW_MAX_NORM = 0.25
 MUON = {"lr": 2e-2, "weight_decay": 0.1, "adamw_lr": 1.6e-2, "adamw_betas": (0.9, 0.95), "adamw_weight_decay": 0.1}

@@ -55,6 +55,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailureReporter())
 
 
+_exit_status = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_exit_status] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leaves without running destructors: a gloo thread that wants the GIL while Python shuts down aborts the process
+    (pytorch issue 190489).  The reports are out and the process group is destroyed by now.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(config.stash.get(_exit_status, int(pytest.ExitCode.INTERNAL_ERROR)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_group(pytestconfig: pytest.Config) -> Iterator[dist.ProcessGroup]:
     """The default group: gloo, and NCCL beside it when every rank has a GPU of its own."""
