@@ -153,13 +153,19 @@ void GradientReduction::finish() {
   finish_shard();
   replicate_.wait();
   merged_.clear();
-  if (path_.replicate && !options_.across_replicas) return;
+  if (path_.replicate && !options_.across_replicas) return shares_.clear();  // a later backward delivers
+  std::erase_if(shares_, [this](const Share& share) {
+    if (share.used && share.param->trainable()) deliver(share);
+    return share.used || !share.param->trainable() || !peers();
+  });
+}
+
+void GradientReduction::settle() {
+  const at::NoGradGuard no_grad;
   for (const auto& share : shares_) {
-    if (!share.param->trainable()) continue;
-    if (!share.used && (!peers() || is_untouched(share.sum))) continue;
-    deliver(share);
-    run_post_accumulate_hooks(share.param->registered());
+    if (!is_untouched(share.sum)) deliver(share);
   }
+  shares_.clear();
 }
 
 void GradientReduction::deliver(const Share& share) const {
@@ -171,13 +177,11 @@ void GradientReduction::deliver(const Share& share) const {
     auto& tree = group_.trees[share.param->name()];
     if (!grad.defined()) tree.clear();
     grad = tree.add(mean);
+    run_post_accumulate_hooks(leaf);
     return;
   }
-  if (grad.defined()) {
-    grad.add_(mean);
-  } else {
-    grad = mean;
-  }
+  grad = grad.defined() ? grad.add_(mean) : mean;
+  run_post_accumulate_hooks(leaf);
 }
 
 }  // namespace dmuon

@@ -144,6 +144,7 @@ void Runtime::drain_replicate_stage(BackwardPass& pass) {
   if (!pass.in_replicate) return;
   wait_for_peers(pass, *pass.in_replicate);
   pass.in_replicate->finish();
+  if (!pass.in_replicate->settled()) pass.unsettled.push_back(std::move(pass.in_replicate));
   pass.in_replicate.reset();
 }
 
@@ -155,6 +156,8 @@ void Runtime::finish_backward(BackwardPass& pass) {
   advance_reductions(pass, /*all=*/true);
   drain_shard_stage(pass);
   drain_replicate_stage(pass);
+  for (const auto& reduction : pass.unsettled) reduction->settle();
+  pass.unsettled.clear();
   for (const auto& group : groups_) {
     group->kept_for_backward = false;
     group->touched = false;
