@@ -12,6 +12,8 @@ namespace dmuon {
 /// `group_name`: `ProcessGroup.group_name` in Python; the group must be registered in this process.
 /// `device`: where the segments live.  NCCL calls are grouped and run on the current stream; other backends issue one
 /// call per segment.  Throws c10::Error for an unknown name.
+/// Collective with NCCL: it connects lazily, and the first call of each kind blocks the host until all ranks make it,
+/// so both kinds are made here, where every rank is at the same place.
 [[nodiscard]] CommunicatorPtr make_c10d_communicator(const std::string& group_name, c10::Device device);
 
 }  // namespace dmuon

@@ -43,6 +43,10 @@ class Communicator {
 
   /// Every rank's text, by rank.  Blocks the host; for set-up only.
   [[nodiscard]] virtual std::vector<std::string> exchange(const std::string& text) = 0;
+
+  /// Like `exchange`, but apart from the order of the other calls: some ranks may never come, and then the others get
+  /// an error after the group's time limit.  Blocks the host; for rare moments.
+  [[nodiscard]] virtual std::vector<std::string> meet(const std::string& text) = 0;
 };
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;

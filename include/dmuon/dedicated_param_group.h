@@ -77,6 +77,7 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   bool reshard_after_forward = true;
   int compute_depth = 0;           ///< forwards of the module in progress
   bool kept_for_backward = false;  ///< Z2: every rank keeps it unsharded until its backward
+  bool repeats = false;            ///< its module has run twice in a forward: kept from then on until a forward ends
   bool touched = false;            ///< its module ran since the last backward ended
   int untracked_forwards = 0;      ///< forwards without grad inside a pass with grad: recomputation may follow
   std::vector<c10::weak_intrusive_ptr<GroupUse>> uses;

@@ -14,8 +14,10 @@ namespace dmuon {
 class Pending {
  public:
   Pending() = default;  ///< nothing to wait for
-  /// `ready`: whether `wait` would return without blocking the host; empty means it never blocks (CUDA).
+  /// `ready`: whether the data is there; empty means that it is.
   Pending(std::function<void()> wait, std::vector<at::Tensor> keep_alive, std::function<bool()> ready = {});
+  /// What the current stream of `device` holds now; nothing to wait for on CPU.
+  static Pending on_current_stream(c10::Device device, std::vector<at::Tensor> keep_alive);
   Pending(Pending&& other) noexcept;
   Pending& operator=(Pending&& other) noexcept;
   Pending(const Pending&) = delete;
@@ -24,6 +26,7 @@ class Pending {
 
   /// Throws what the backend throws (a timeout, a lost peer); the buffers are let go either way.
   void wait();
+  /// Whether the data is there: neither the host (CPU) nor the current stream (CUDA) would stop at `wait`.
   [[nodiscard]] bool ready() const { return !wait_ || !ready_ || ready_(); }
 
  private:

@@ -27,6 +27,7 @@ class RecordingCommunicator final : public Communicator {
   Pending reduce(std::span<const OwnerSegment> segments) override;
   Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override;
   std::vector<std::string> exchange(const std::string& text) override { return inner_->exchange(text); }
+  std::vector<std::string> meet(const std::string& text) override { return inner_->meet(text); }
 
   [[nodiscard]] const CommStats& stats() const { return stats_; }
   void reset() { stats_ = {}; }

@@ -25,6 +25,7 @@ class ReproducibleCommunicator final : public Communicator {
     return inner_->gather(segments, received);
   }
   std::vector<std::string> exchange(const std::string& text) override { return inner_->exchange(text); }
+  std::vector<std::string> meet(const std::string& text) override { return inner_->meet(text); }
 
  private:
   CommunicatorPtr inner_;

@@ -13,6 +13,7 @@
 // high-priority side streams; no call synchronises the host with the device except as GradientReduction::finish says.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -115,6 +116,7 @@ class Runtime : public torch::CustomClassHolder {
  private:
   void check_inputs(const std::vector<GroupSpec>& groups) const;
   void gather(DedicatedParamGroup& group, Source source);
+  void gather_again(DedicatedParamGroup& group, Source source);
   void gather_for_forward(DedicatedParamGroup& group);
   void gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group);
   bool issue_next_backward_gather(BackwardPass& pass);
@@ -128,7 +130,7 @@ class Runtime : public torch::CustomClassHolder {
   void reduce(BackwardPass& pass, DedicatedParamGroup& group);
   void drain_shard_stage(BackwardPass& pass);
   void drain_replicate_stage(BackwardPass& pass);
-  void wait_for_peers(BackwardPass& pass, const GradientReduction& reduction);
+  void wait_for_peers(BackwardPass& pass, const std::function<bool()>& ready);
   [[nodiscard]] bool complete(const DedicatedParamGroup& group, std::int64_t pass) const;
   [[nodiscard]] static bool skippable(const DedicatedParamGroup& group);
   void check_no_late_gradient(const BackwardPass& pass) const;

@@ -21,6 +21,8 @@ class Event {
   static Event record(c10::Device device);
   /// The current stream of the event's device waits for it; the host does not.
   void block_current_stream() const;
+  /// Whether the device has reached it; the host does not wait.
+  [[nodiscard]] bool reached() const;
 
  private:
   std::shared_ptr<c10::Event> event_;

@@ -2,6 +2,10 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <map>
+#include <mutex>
 
 #include "dmuon/stream.h"
 
@@ -10,12 +14,23 @@ namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+// Communicators of one group, numbered as they are made: the same numbers on all its ranks.
+int next_number(const std::string& group_name) {
+  static std::mutex mutex;
+  static std::map<std::string, int> made;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return made[group_name]++;
+}
+
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
       : group_(std::move(group)),
         device_(device),
-        groups_calls_(group_->getBackend(device.type())->getBackendName() == "nccl") {}
+        meeting_place_(c10::str("dmuon/", next_number(group_->getGroupName()), "/")),
+        groups_calls_(group_->getBackend(device.type())->getBackendName() == "nccl") {
+    if (groups_calls_ && size() > 1) connect();
+  }
 
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
@@ -70,7 +85,26 @@ class C10dCommunicator final : public Communicator {
     return texts;
   }
 
+  // Through the group's store, which no collective uses.
+  std::vector<std::string> meet(const std::string& text) override {
+    const auto store = group_->getStore();
+    const auto place = c10::str(meeting_place_, meetings_++, "/");
+    store->set(c10::str(place, rank()), std::vector<uint8_t>(text.begin(), text.end()));
+    std::vector<std::string> texts;
+    for (int i = 0; i < size(); ++i) {
+      const auto bytes = store->get(c10::str(place, i));
+      texts.emplace_back(bytes.begin(), bytes.end());
+    }
+    return texts;
+  }
+
  private:
+  void connect() {
+    const OwnerSegment one{0, at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device_))};
+    broadcast(std::span(&one, 1)).wait();
+    reduce(std::span(&one, 1)).wait();
+  }
+
   // NCCL: one group call on the current stream; our own event, never the returned work, says when it is done (some
   // backends return null or an already completed work).  Others: keep every work and wait for all.
   template <typename Call>
@@ -85,7 +119,7 @@ class C10dCommunicator final : public Communicator {
     }
     if (groups_calls_) {
       group_->endCoalescing(device_.type());
-      return Pending([event = Event::record(device_)] { event.block_current_stream(); }, std::move(keep_alive));
+      return Pending::on_current_stream(device_, std::move(keep_alive));
     }
     return Pending(
         [works] {
@@ -108,6 +142,8 @@ class C10dCommunicator final : public Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
+  std::string meeting_place_;  ///< prefix of keys in the group's store
+  int meetings_ = 0;
   bool groups_calls_;
 };
 

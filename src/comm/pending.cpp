@@ -4,10 +4,17 @@
 
 #include <utility>
 
+#include "dmuon/stream.h"
+
 namespace dmuon {
 
 Pending::Pending(std::function<void()> wait, std::vector<at::Tensor> keep_alive, std::function<bool()> ready)
     : wait_(std::move(wait)), keep_alive_(std::move(keep_alive)), ready_(std::move(ready)) {}
+
+Pending Pending::on_current_stream(c10::Device device, std::vector<at::Tensor> keep_alive) {
+  const auto event = Event::record(device);
+  return Pending([event] { event.block_current_stream(); }, std::move(keep_alive), [event] { return event.reached(); });
+}
 
 Pending::Pending(Pending&& other) noexcept
     : wait_(std::exchange(other.wait_, nullptr)),

@@ -41,8 +41,7 @@ Pending ReproducibleCommunicator::reduce(std::span<const OwnerSegment> segments)
   add_up();  // on the stream that communicated
   auto keep_alive = sums;
   keep_alive.insert(keep_alive.end(), received.begin(), received.end());
-  const auto device = segments.front().buffer.device();
-  return Pending([event = Event::record(device)] { event.block_current_stream(); }, std::move(keep_alive));
+  return Pending::on_current_stream(segments.front().buffer.device(), std::move(keep_alive));
 }
 
 }  // namespace dmuon

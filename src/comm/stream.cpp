@@ -18,6 +18,8 @@ void Event::block_current_stream() const {
   event_->block(c10::impl::VirtualGuardImpl(device_->type()).getStream(*device_));
 }
 
+bool Event::reached() const { return !event_ || event_->query(); }
+
 Stream::Stream(c10::Device device, StreamPriority priority) {
   if (device.is_cpu()) return;
   stream_ = c10::impl::VirtualGuardImpl(device.type())

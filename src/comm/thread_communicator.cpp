@@ -157,6 +157,7 @@ class ThreadCommunicator final : public Communicator {
     world_->wait(*call);
     return call->texts;
   }
+  std::vector<std::string> meet(const std::string& text) override { return exchange(text); }
 
  private:
   Pending issue(CallKind kind, std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {

@@ -62,9 +62,8 @@ void DedicatedParamGroup::begin_gather(Communicator& communicator, const Stream&
   stream.wait_current();
   const StreamScope scope(stream);
   publish_.wait();
-  gather_ = communicator.size() > 1
-                ? communicator.broadcast(buffers_->broadcast_segments())
-                : Pending([event = Event::record(device_of(*this))] { event.block_current_stream(); }, {});
+  gather_ = communicator.size() > 1 ? communicator.broadcast(buffers_->broadcast_segments())
+                                    : Pending::on_current_stream(device_of(*this), {});
 }
 
 void DedicatedParamGroup::wait_gather() {

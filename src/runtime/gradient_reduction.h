@@ -42,8 +42,10 @@ class GradientReduction {
   ~GradientReduction();
   GradientReduction(GradientReduction&&) = delete;
 
-  /// Whether the next of the calls below would return without the host waiting for peers.
-  [[nodiscard]] bool ready() const { return shard_.ready() && replicate_.ready(); }
+  /// Whether stage 1 is done: `finish_shard` would stop neither the host nor the current stream.
+  [[nodiscard]] bool shard_ready() const { return shard_.ready(); }
+  /// Likewise for `finish`, after `finish_shard`.
+  [[nodiscard]] bool ready() const { return replicate_.ready(); }
 
   /// Stage 1 is done for the current stream: frees what belongs to other columns.
   void finish_shard();

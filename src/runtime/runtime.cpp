@@ -163,6 +163,24 @@ void Runtime::gather(DedicatedParamGroup& group, Source source) {
   ledger_->observe();
 }
 
+// Outside the canonical order, and so right only if every rank does it here.
+void Runtime::gather_again(DedicatedParamGroup& group, Source source) {
+  std::string reason;
+  try {
+    const auto texts = comms_.gather->size() > 1 ? comms_.gather->meet(group.name()) : std::vector<std::string>{};
+    for (const auto& text : texts) {
+      if (text != group.name()) reason = c10::str("another rank repeats '", text, "'");
+    }
+  } catch (const std::exception& error) {
+    reason = error.what();
+  }
+  TORCH_CHECK(reason.empty(), "[dmuon.runtime] module '", group.name(),
+              "' runs again in one pass after its weights were freed, and not on every rank at the same place (", reason,
+              "). If ranks repeat it differently, keep its weights for the pass: call set_reshard_after_forward(False) "
+              "on that module on every rank, or dedicate_params(..., reshard_after_forward=False).");
+  gather(group, source);
+}
+
 void Runtime::gather_for_forward(DedicatedParamGroup& group) {
   if (!forward_) {  // a submodule called on its own: every rank is expected to do the same
     materialize();
@@ -174,7 +192,10 @@ void Runtime::gather_for_forward(DedicatedParamGroup& group) {
   while (forward_->next_gather <= static_cast<size_t>(group.index())) {
     gather(*groups_[forward_->next_gather++], forward_source());
   }
-  if (group.state() == GroupState::kSharded) gather(group, forward_source());  // used before in this pass, and freed
+  if (group.state() == GroupState::kSharded) {  // used before in this pass, and freed
+    gather_again(group, forward_source());
+    group.repeats = true;
+  }
   group.wait_gather();
   const bool prefetched = forward_->next_gather > static_cast<size_t>(group.index()) + 1;
   if (!prefetched && forward_->next_gather < groups_.size()) {
@@ -218,7 +239,8 @@ void Runtime::post_forward(int index, const std::vector<at::Tensor>& outputs) {
     group.entered.pop_back();
   }
   if (in_backward() || group.compute_depth > 0 || group.kept_for_backward) return;
-  if (forward_ && !group.reshard_after_forward) return;  // Z2: one gather a pass; end_forward frees it or keeps it
+  // Z2, and modules that repeat: one gather a pass; end_forward frees it or keeps it.
+  if (forward_ && (!group.reshard_after_forward || group.repeats)) return;
   if (keeps_after_forward(group)) {
     group.kept_for_backward = true;
   } else {

@@ -70,8 +70,7 @@ void Runtime::gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group
                           backward_gather_order_.begin());
   while (pass.next_gather <= position && issue_next_backward_gather(pass)) {
   }
-  if (group.state() == GroupState::kSharded)
-    gather(group, Source::kSameAsForward);  // used before in this pass, and freed
+  if (group.state() == GroupState::kSharded) gather_again(group, Source::kSameAsForward);  // used before, and freed
   group.wait_gather();
   const bool prefetched = pass.next_gather > position + 1;
   if (!prefetched) issue_next_backward_gather(pass);
@@ -114,15 +113,15 @@ void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
   if (group.state() == GroupState::kUnsharded && group.compute_depth == 0) group.release();
 }
 
-// A host that blocks here may be what a peer in another branch is waiting for: it needs a gather that this rank has not
-// issued yet.  Gathers have a communicator and a fixed order of their own, so offering the next one early is always
-// right.
-void Runtime::wait_for_peers(BackwardPass& pass, const GradientReduction& reduction) {
+// The host waits here, on CUDA too: a stream that waited for a reduction would hold up the gathers behind it, and a peer
+// in another branch may need one of those before it can take part in the reduction.  Gathers have a communicator and a
+// fixed order of their own, so offering the next one early is always right.  Once all are out, a stream may wait.
+void Runtime::wait_for_peers(BackwardPass& pass, const std::function<bool()>& ready) {
   auto deadline = std::chrono::steady_clock::now() + kPatience;
   auto pause = kShortestPause;
-  while (!reduction.ready()) {
+  while (pass.next_gather < backward_gather_order_.size() && !ready()) {
     if (std::chrono::steady_clock::now() > deadline) {
-      if (!issue_next_backward_gather(pass)) return;
+      issue_next_backward_gather(pass);
       deadline = std::chrono::steady_clock::now() + kPatience;
     }
     std::this_thread::sleep_for(pause);
@@ -132,7 +131,7 @@ void Runtime::wait_for_peers(BackwardPass& pass, const GradientReduction& reduct
 
 void Runtime::drain_shard_stage(BackwardPass& pass) {
   if (!pass.in_shard) return;
-  wait_for_peers(pass, *pass.in_shard);
+  wait_for_peers(pass, [&] { return pass.in_shard->shard_ready(); });
   ledger_->observe();
   pass.in_shard->finish_shard();
   drain_replicate_stage(pass);
@@ -142,7 +141,7 @@ void Runtime::drain_shard_stage(BackwardPass& pass) {
 
 void Runtime::drain_replicate_stage(BackwardPass& pass) {
   if (!pass.in_replicate) return;
-  wait_for_peers(pass, *pass.in_replicate);
+  wait_for_peers(pass, [&] { return pass.in_replicate->ready(); });
   pass.in_replicate->finish();
   if (!pass.in_replicate->settled()) pass.unsettled.push_back(std::move(pass.in_replicate));
   pass.in_replicate.reset();
