@@ -39,6 +39,8 @@ class DedicatedParam : public torch::CustomClassHolder {
   [[nodiscard]] const at::Tensor& registered() const { return spec_.registered; }
   [[nodiscard]] const at::Tensor& unsharded() const { return spec_.unsharded; }
   [[nodiscard]] bool trainable() const { return spec_.registered.requires_grad(); }
+  /// The unsharded leaf takes over `requires_grad` of the registered parameter, which users freeze and unfreeze.
+  void follow_requires_grad();
   /// A new registered leaf (after `to_empty` or `to` replaced the module's parameter); not yet part of the master.
   void replace_registered(at::Tensor registered) { spec_.registered = std::move(registered); }
 

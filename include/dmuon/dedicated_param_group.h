@@ -53,7 +53,12 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   [[nodiscard]] const std::vector<DedicatedParamPtr>& params() const { return params_; }
   [[nodiscard]] const DedicatedParamPtr& param_of(int matrix) const { return members_[static_cast<size_t>(matrix)]; }
   [[nodiscard]] GroupState state() const { return state_; }
-  [[nodiscard]] bool trainable() const;
+  /// The layout of what is reduced: the matrices that were trainable when `follow_trainable` was last called.
+  [[nodiscard]] const plan::GroupLayout& reduce_layout() const { return reduce_layout_; }
+  /// Takes over which matrices are trainable now; whether that differs from the last time.
+  bool follow_trainable();
+  /// One character a matrix, '1' if it is trainable; of the last `follow_trainable`.
+  [[nodiscard]] std::string trainable_mask() const;
 
   /// Allocates (or re-allocates on another device) and links all parameters; values of the masters are kept.
   void materialize(const BufferPlacement& placement, MemoryLedger& ledger);
@@ -90,6 +95,8 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   std::string name_;
   int index_;
   plan::GroupLayout layout_;
+  plan::GroupLayout reduce_layout_;
+  std::vector<bool> trainable_;  ///< [plan matrices]
   std::vector<DedicatedParamPtr> members_;
   std::vector<DedicatedParamPtr> params_;
   GroupState state_ = GroupState::kSharded;

@@ -41,4 +41,8 @@ struct GroupLayout {
 /// Throws std::invalid_argument if an index is out of range or appears twice.
 [[nodiscard]] GroupLayout make_group_layout(const Plan& plan, std::span<const int> members);
 
+/// The same owners and order, with only the matrices for which `keep[PackedMatrix::matrix]` is true, packed anew;
+/// owners left without a matrix have no segment.
+[[nodiscard]] GroupLayout make_sub_layout(const GroupLayout& layout, const std::vector<bool>& keep);
+
 }  // namespace dmuon::plan

@@ -50,11 +50,17 @@ struct RuntimeComms {
   CommunicatorPtr replicate{};
 };
 
+/// One forward of the root in progress.
+struct ForwardPass {
+  bool grad = true;        ///< grad mode when the root was entered: a backward may follow
+  size_t next_gather = 0;  ///< position in module order
+};
+
 class BackwardPass;
 class GradientReduction;
 struct ReducePath;
-struct ForwardPass;
 class MemoryLedger;
+struct Waiting;
 
 class Runtime : public torch::CustomClassHolder {
  public:
@@ -97,9 +103,15 @@ class Runtime : public torch::CustomClassHolder {
   void check_invariants() const;
   /// I4: every replica holds the same published bytes.  Collective over the replicate group; reads all of them.
   void check_replicas();
+  /// For a hang: what this rank's host waits for, and how far each pass has come.  From any thread; the numbers may be
+  /// of different moments.
+  [[nodiscard]] std::string progress() const;
   [[nodiscard]] std::int64_t live_bytes() const;
   [[nodiscard]] std::int64_t peak_bytes() const;
   void track_memory();
+
+  /// Backward passes begun so far.
+  [[nodiscard]] std::int64_t backward_count() const { return pass_count_; }
 
   [[nodiscard]] const plan::Plan& plan() const { return plan_; }
   [[nodiscard]] plan::Slot rank() const { return rank_; }
@@ -117,7 +129,9 @@ class Runtime : public torch::CustomClassHolder {
   void check_inputs(const std::vector<GroupSpec>& groups) const;
   void gather(DedicatedParamGroup& group, Source source);
   void gather_again(DedicatedParamGroup& group, Source source);
+  bool issue_next_forward_gather();
   void gather_for_forward(DedicatedParamGroup& group);
+  void wait_gather(DedicatedParamGroup& group);
   void gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group);
   bool issue_next_backward_gather(BackwardPass& pass);
   [[nodiscard]] Source forward_source() const { return comms_.replicate ? Source::kPublished : Source::kMasters; }
@@ -128,6 +142,8 @@ class Runtime : public torch::CustomClassHolder {
   void finish_backward(BackwardPass& pass);
   void advance_reductions(BackwardPass& pass, bool all);
   void reduce(BackwardPass& pass, DedicatedParamGroup& group);
+  void agree_on_trainable(const DedicatedParamGroup& group);
+  [[nodiscard]] double pre_divide_factor() const;
   void drain_shard_stage(BackwardPass& pass);
   void drain_replicate_stage(BackwardPass& pass);
   void wait_for_peers(BackwardPass& pass, const std::function<bool()>& ready);
@@ -149,11 +165,12 @@ class Runtime : public torch::CustomClassHolder {
   Stream gather_stream_;
   std::unique_ptr<ReducePath> reduce_path_;
   std::unique_ptr<MemoryLedger> ledger_;
+  std::unique_ptr<Waiting> waiting_;
   std::vector<bool> sync_groups_;
   bool across_replicas_ = true;
   double divide_factor_;
   bool materialized_ = false;
-  std::unique_ptr<ForwardPass> forward_;
+  std::vector<ForwardPass> forwards_;  ///< roots in progress, innermost last
   std::weak_ptr<BackwardPass> backward_;
   bool backward_open_ = false;  ///< a backward began and has not finished: after an exception, recover() cleans up
   std::int64_t pass_count_ = 0;
@@ -166,6 +183,10 @@ using RuntimePtr = c10::intrusive_ptr<Runtime>;
 /// any rank has an error or the descriptions differ; names the rank and the parameter.
 void agree_on_inputs(const std::vector<Communicator*>& communicators, const std::string& error,
                      const std::string& description);
+
+/// All ranks of `communicator` come here with the same `text`, or this says why not ("" when they did): a text that
+/// differs, or a rank that did not come within the group's time limit.  Blocks the host.
+[[nodiscard]] std::string disagreement(Communicator& communicator, const std::string& text);
 
 /// Every tensor takes rank 0's values (set-up; blocks the host).  Tensors of any device and layout.
 void broadcast_from_first(Communicator& communicator, const std::vector<at::Tensor>& tensors, c10::Device device);

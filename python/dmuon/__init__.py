@@ -14,10 +14,12 @@ _load()
 from ._assignment import Assignment, compute_balanced_assignment  # noqa: E402
 from ._dedicate import dedicate_params  # noqa: E402
 from ._fsdp2 import install_patch, no_sync, uninstall_patch  # noqa: E402
+from ._gradients import GradScaler, clip_grad_norm_  # noqa: E402
 from ._handles import DedicatedParam, DedicatedParamGroup, get_dedicated_params  # noqa: E402
+from ._hooks import register_forward_method  # noqa: E402
 from ._muon import Muon  # noqa: E402
 from ._newton_schulz import newton_schulz  # noqa: E402
-from ._report import check_invariants, comm_stats, memory_report, publish  # noqa: E402
+from ._report import check_invariants, comm_stats, describe_progress, memory_report, publish  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,17 +27,21 @@ __all__ = [
     "Assignment",
     "DedicatedParam",
     "DedicatedParamGroup",
+    "GradScaler",
     "Muon",
     "check_invariants",
+    "clip_grad_norm_",
     "comm_stats",
     "compute_balanced_assignment",
     "dedicate_params",
+    "describe_progress",
     "get_dedicated_params",
     "install_patch",
     "memory_report",
     "newton_schulz",
     "no_sync",
     "publish",
+    "register_forward_method",
     "uninstall_patch",
 ]
 

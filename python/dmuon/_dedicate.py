@@ -5,13 +5,22 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from ._assignment import Assignment, compute_balanced_assignment
 from ._fsdp2 import share_controls
-from ._handles import DedicatedParam, DedicatedParamGroup, Dedication, attach, mark_dedicated
-from ._hooks import GroupHooks, attach_root_begin, attach_root_end, forbid_state_dict, guard_apply
-from ._select import Boundary, BoundaryPredicate, Matrix, Predicate, group_by_boundary, master_dtype, select
+from ._guards import forbid_copies, forbid_state_dict, guard_apply
+from ._handles import DedicatedParam, DedicatedParamGroup, Dedication, attach, is_sharded, mark_dedicated
+from ._hooks import GroupHooks, Hooks, RootHooks, attach_hooks
+from ._select import (
+    Boundary,
+    BoundaryPredicate,
+    Matrix,
+    Predicate,
+    group_by_boundary,
+    master_dtype,
+    names_inside,
+    select,
+)
 
 
 def dedicate_params(  # noqa: PLR0913 (the public signature)
@@ -79,7 +88,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     params = [DedicatedParam(h, p, one_dimensional) for h, p in zip(runtime.params(), registered, strict=True)]
     by_index = [[params[i] for i in members] for _, members, _ in groups]
     handles = [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
-    dedication = Dedication(runtime, plan, comms, params, handles, unsharded)
+    dedication = Dedication(runtime, plan, comms, _process_groups(mesh, replicate_mesh), params, handles, unsharded)
     _install(model, dedication, matrices, [boundary.modules[name] for name, _, _ in groups], policy.output_dtype)
     if not any(m.parameter.is_meta for m in matrices):
         runtime.materialize()
@@ -93,6 +102,10 @@ def _check_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
                 f"[dmuon.dedicate_params] {name} must be 1-D, got {axis.ndim}-D {axis}; of a 2-D mesh pass "
                 "mesh['shard'] and replicate_mesh=mesh['replicate']"
             )
+
+
+def _process_groups(*axes: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    return [axis.get_group() for axis in axes if axis is not None]
 
 
 def _axes(
@@ -143,9 +156,9 @@ def _agree(
 
 def _take_first_ranks_values(comms: list[torch.ScriptObject | None], model: nn.Module, device: torch.device) -> None:
     """Different seeds per rank must not train different models."""
-    state = {id(t): t for t in [*model.parameters(), *model.buffers()] if not t.is_meta and not isinstance(t, DTensor)}
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if not is_sharded(t) and not t.is_meta}
     for comm in (comm for comm in comms if comm is not None):
-        comm.broadcast_from_first([t.detach() for t in state.values()], device)
+        comm.broadcast_from_first([t.detach() for t in tensors.values()], device)
         comm.reset_stats()
 
 
@@ -194,14 +207,18 @@ def _install(
             site.module._parameters[site.attribute] = dedication.params[index].parameter
             by_module.setdefault(site.module, []).append(site)
             dedication.sites.append(site)
-    for module, sites in by_module.items():
-        guard_apply(module, dedication, sites)
-    attach_root_begin(model, dedication)
+    enclosing = names_inside(matrices)
+    for name, module in model.named_modules():
+        if name in enclosing:
+            guard_apply(module, dedication, by_module.get(module, []), enclosing[name])
+            forbid_copies(module)
+    hooks: dict[nn.Module, list[Hooks]] = {model: [RootHooks(dedication)]}
     for index, module in enumerate(hook_modules):
         members = {id(param) for param in dedication.groups[index].params}
         sites = [site for site in dedication.sites if id(dedication.params[site.index]) in members]
-        GroupHooks(dedication, index, sites, output_dtype).attach(module)
-    attach_root_end(model, dedication)
+        hooks.setdefault(module, []).append(GroupHooks(dedication, index, sites, output_dtype))
+    for module, of_module in hooks.items():
+        attach_hooks(module, of_module)
     share_controls(model, hook_modules, dedication)
     forbid_state_dict(model)
     attach(model, dedication)

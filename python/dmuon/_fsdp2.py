@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch.nn as nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-from ._handles import Dedication, find_dedications
+from ._handles import Dedication, find_dedications, is_dedicated
 
 _PATCHED = "_get_managed_states"
 _SIGNATURE = ["modules", "ignored_params"]
@@ -32,10 +33,7 @@ def install_patch() -> None:
     @functools.wraps(original)
     def skip_dedicated(modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None) -> tuple:
         dedicated = {
-            parameter
-            for module in modules
-            for parameter in module.parameters(recurse=False)
-            if hasattr(parameter, "_dedicated_owner_rank")
+            parameter for module in modules for parameter in module.parameters(recurse=False) if is_dedicated(parameter)
         }
         return original(modules, dedicated | (ignored_params or set()))
 
@@ -57,17 +55,18 @@ def share_controls(root: nn.Module, hook_modules: list[nn.Module], dedication: D
     module is fully sharded.
     """
     runtime = dedication.runtime
-    inside = {id(module): {id(child) for child in module.modules()} for module in [root, *hook_modules]}
-
-    def groups_in(module: nn.Module, recurse: bool) -> list[int]:
-        wanted = inside[id(module)] if recurse else {id(module)}
-        return [i for i, hooked in enumerate(hook_modules) if id(hooked) in wanted]
 
     def add(module: nn.Module, name: str, act: Callable[[bool, int], None]) -> None:
+        this = weakref.ref(module)
+        within = set(module.modules())
+        all_inside = [i for i, hooked in enumerate(hook_modules) if hooked in within]
+        own = [i for i, hooked in enumerate(hook_modules) if hooked is module]
+
         def control(value: bool, *, recurse: bool = True) -> None:
+            module = this()
             if theirs := getattr(type(module), name, None):
                 theirs(module, value, recurse=recurse)
-            for group in groups_in(module, recurse):
+            for group in all_inside if recurse else own:
                 act(value, group)
 
         object.__setattr__(module, name, control)
@@ -76,8 +75,11 @@ def share_controls(root: nn.Module, hook_modules: list[nn.Module], dedication: D
         add(module, "set_requires_gradient_sync", runtime.set_requires_gradient_sync)
         add(module, "set_reshard_after_forward", runtime.set_reshard_after_forward)
 
+    this_root = weakref.ref(root)
+
     def add_to_root(name: str, act: Callable) -> None:
         def control(value: bool | float, **kwargs: bool) -> None:
+            root = this_root()
             if theirs := getattr(type(root), name, None):
                 theirs(root, value, **kwargs)
             act(value)

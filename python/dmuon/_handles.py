@@ -1,10 +1,14 @@
 """What users and the package hold of the C++ runtime: a matrix, a group, and a model's dedication."""
 
+import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 _ATTRIBUTE = "_dmuon"
 
@@ -55,14 +59,20 @@ class DedicatedParamGroup:
         return f"DedicatedParamGroup({self.name!r}, {len(self.params)} matrices, {self.state})"
 
 
-@dataclass
 class Site:
-    """A place where a module holds a dedicated parameter."""
+    """A place where a module holds a dedicated parameter.  Does not keep the module alive."""
 
-    module: nn.Module
-    attribute: str
-    index: int
-    """Into the plan's matrices."""
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+        self.index = -1
+        """Into the plan's matrices."""
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
 
 
 @dataclass
@@ -73,6 +83,8 @@ class Dedication:
     plan: torch.ScriptObject
     comms: tuple[torch.ScriptObject, torch.ScriptObject, torch.ScriptObject | None]
     """Communicators of gathers, of stage 1 of reductions, and of the replicate group."""
+    axes: list[dist.ProcessGroup]
+    """The shard group and, with a replicate mesh, the replicate group: for sums over all ranks of the model."""
     params: list[DedicatedParam]
     groups: list[DedicatedParamGroup]
     unsharded: list[nn.Parameter]
@@ -81,6 +93,22 @@ class Dedication:
     def communicators(self) -> list[torch.ScriptObject]:
         """Those that exist."""
         return [comm for comm in self.comms if comm is not None]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train this model."""
+        return math.prod(axis.size() for axis in self.axes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of them."""
+        return all(axis.rank() == 0 for axis in self.axes)
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """In place, over all ranks that train this model.  On their device, without stopping the host."""
+        for axis in self.axes:
+            if axis.size() > 1:
+                dist.all_reduce(tensor, op, group=axis)
 
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """`parameter` takes the place of the registered one (a module's `_apply` made a new object)."""
@@ -98,6 +126,16 @@ def mark_dedicated(parameter: nn.Parameter, owner_rank: int | tuple[int, int]) -
     parameter._dedicated_owner_rank = owner_rank  # type: ignore[attr-defined]
 
 
+def is_dedicated(tensor: torch.Tensor) -> bool:
+    """Whether it is a dedicated parameter of any model."""
+    return hasattr(tensor, "_dedicated_owner_rank")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether its values differ between ranks by design: dedicated, or a DTensor."""
+    return is_dedicated(tensor) or isinstance(tensor, DTensor)
+
+
 def attach(model: nn.Module, dedication: Dedication) -> None:
     """Keeps the dedication on its root module."""
     object.__setattr__(model, _ATTRIBUTE, dedication)
@@ -108,6 +146,17 @@ def find_dedications(model: nn.Module) -> Iterator[Dedication]:
     for module in model.modules():
         if dedication := module.__dict__.get(_ATTRIBUTE):
             yield dedication
+
+
+def all_dedications(model: nn.Module, caller: str) -> list[Dedication]:
+    """At least one; ValueError if there is none."""
+    found = list(find_dedications(model))
+    if not found:
+        raise ValueError(
+            f"[dmuon.{caller}] expected a model on which dmuon.dedicate_params was called, found no such call in "
+            f"{type(model).__name__}. Call dedicate_params(model, mesh, predicate) first."
+        )
+    return found
 
 
 def the_dedication(model: nn.Module, caller: str) -> Dedication:

@@ -1,14 +1,19 @@
-"""Module surgery: which parameter a module holds when, and the calls into the C++ runtime around each forward."""
+"""Calls into the C++ runtime around each forward, and which parameter a module holds when."""
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ._handles import Dedication, Site
+
+_ATTRIBUTE = "_dmuon_hooks"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -31,8 +36,37 @@ def _eager(function: Callable) -> Callable:
     return torch._dynamo.disable(function, recursive=True)
 
 
+def _outputs_of(module: nn.Module, output: Any) -> list[torch.Tensor]:
+    """The output's tensors.  Raises RuntimeError for one that FSDP2 would overlook: it would lose gradients."""
+    tensors = list(tensors_in(output))
+    if isinstance(module, FSDPModule) and not isinstance(output, torch.Tensor):
+        seen = {id(leaf) for leaf in tree_leaves(output)}
+        if any(tensor.requires_grad and id(tensor) not in seen for tensor in tensors):
+            raise RuntimeError(
+                f"[dmuon] {type(module).__name__} returns tensors inside a class that torch's pytree does not know, "
+                "and FSDP2 would not gather and reduce its parameters for them. Register the class "
+                "(torch.utils._pytree.register_dataclass or register_pytree_node), or return a tuple or dict."
+            )
+    return tensors
+
+
+class RootHooks:
+    """Around the model's forward: one pass of gathers."""
+
+    def __init__(self, dedication: Dedication) -> None:
+        self.dedication = dedication
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self.dedication.runtime.begin_forward()
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        self.dedication.runtime.end_forward(_outputs_of(module, output))
+        return output
+
+
 class GroupHooks:
-    """The forward hooks of one hook module."""
+    """Around the forward of one hook module: its matrices are there while it runs."""
 
     def __init__(self, dedication: Dedication, index: int, sites: list[Site], output_dtype: torch.dtype | None) -> None:
         self.dedication = dedication
@@ -41,11 +75,8 @@ class GroupHooks:
         self.output_dtype = output_dtype
         self.depth = 0
 
-    def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_eager(self.pre_forward), with_kwargs=True)
-        module.register_forward_hook(_eager(self.post_forward), always_call=True)
-
-    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self._check_sites()
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         outputs = self.dedication.runtime.pre_forward(self.index, [leaves[i] for i in places])
@@ -55,12 +86,12 @@ class GroupHooks:
         self._register(self.dedication.unsharded)
         return tree_unflatten(leaves, spec)
 
-    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Also called when the forward raised, with no output."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             self._register([param.parameter for param in self.dedication.params])
-        self.dedication.runtime.post_forward(self.index, list(tensors_in(output)))
+        self.dedication.runtime.post_forward(self.index, _outputs_of(module, output))
         if self.output_dtype is not None:
             return tree_map_only(torch.Tensor, self._cast_output, output)
         return output
@@ -69,60 +100,68 @@ class GroupHooks:
         for site in self.sites:
             site.module._parameters[site.attribute] = parameters[site.index]
 
+    def _check_sites(self) -> None:
+        params, unsharded = self.dedication.params, self.dedication.unsharded
+        for site in self.sites:
+            held = site.module._parameters.get(site.attribute)
+            if held is not params[site.index].parameter and held is not unsharded[site.index]:
+                raise RuntimeError(
+                    f"[dmuon] parameter {params[site.index].name!r} was replaced after dedicate_params (assignment of "
+                    "a new Parameter, pruning, parametrization): training would use neither the one nor the other. "
+                    "Replace it before dedicate_params; to change values, copy into the owner's parameter and call "
+                    "dmuon.publish(model)."
+                )
+
     def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.output_dtype) if tensor.is_floating_point() else tensor
 
 
-def attach_root_begin(model: nn.Module, dedication: Dedication) -> None:
-    """Must be the first of our hooks on the root."""
-    model.register_forward_pre_hook(_eager(lambda module, args: dedication.runtime.begin_forward()))
+Hooks = RootHooks | GroupHooks
 
 
-def attach_root_end(model: nn.Module, dedication: Dedication) -> None:
-    """Must be the last of our hooks on the root."""
+def attach_hooks(module: nn.Module, hooks: list[Hooks]) -> None:
+    """`hooks` enter in this order and leave in the reverse one; those of the root come first."""
+    object.__setattr__(module, _ATTRIBUTE, [*module.__dict__.get(_ATTRIBUTE, []), *hooks])
+    for hook in hooks:
+        module.register_forward_pre_hook(_eager(hook.enter), with_kwargs=True)
+    for hook in reversed(hooks):
+        module.register_forward_hook(_eager(hook.leave), always_call=True)
 
-    def end_forward(module: nn.Module, args: tuple, output: Any) -> None:
-        dedication.runtime.end_forward(list(tensors_in(output)))
 
-    model.register_forward_hook(_eager(end_forward), always_call=True)
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes `module.method_name(...)` gather like a forward: for `model.encode(x)` and the like, which call submodules
+    but not the model itself.  Methods that only call the model (`generate`) need nothing.
 
-
-def guard_apply(module: nn.Module, dedication: Dedication, sites: list[Site]) -> None:
-    """Lets `to`, `to_empty`, `cuda` and the like act on masters only: placeholders stay on the meta device.
-
-    Replaces the module's `_apply` on this instance; the class's own (also FSDP2's, which swaps the class) still runs.
+    The name and the use of FSDP2's `register_fsdp_forward_method`; call both where the module is also fully sharded.
+    Raises ValueError for a module without the method, or one that is neither the model given to dedicate_params nor a
+    hook module.
     """
-
-    def apply(fn: Callable, recurse: bool = True) -> nn.Module:
-        held = {site.index: module._parameters[site.attribute] for site in sites}
-        before = {i: (p.data_ptr(), p.device) for i, p in held.items() if not p.is_meta}
-        for site in sites:
-            if not dedication.params[site.index].is_owner:
-                module._parameters[site.attribute] = None
-        type(module)._apply(module, fn, recurse)
-        for site in sites:
-            parameter = module._parameters[site.attribute]
-            if parameter is None:
-                module._parameters[site.attribute] = held[site.index]
-            elif parameter is not held[site.index] or before.get(site.index) != (
-                parameter.data_ptr(),
-                parameter.device,
-            ):
-                dedication.replace(site.index, parameter)
-        return module
-
-    object.__setattr__(module, "_apply", apply)
-
-
-def forbid_state_dict(model: nn.Module) -> None:
-    """Saving would write meta tensors for matrices of other ranks: an error, not a file without weights."""
-
-    def refuse(module: nn.Module, *_: Any) -> None:
-        raise NotImplementedError(
-            "[dmuon] state_dict and load_state_dict of a model with dedicated parameters are not supported yet: "
-            "on each rank the matrices of other owners are meta tensors. Save and load before dedicate_params, or read "
-            "the masters through dmuon.get_dedicated_params(model) on their owners."
+    hooks: list[Hooks] = module.__dict__.get(_ATTRIBUTE, [])
+    if not hooks:
+        raise ValueError(
+            f"[dmuon.register_forward_method] {type(module).__name__} is neither the model given to dedicate_params "
+            "nor a hook module; register the method on one of those"
         )
+    original = getattr(module, method_name, None)
+    if not callable(original):
+        raise ValueError(f"[dmuon.register_forward_method] {type(module).__name__} has no method {method_name!r}")
+    function = getattr(original, "__func__", None)
+    this = weakref.ref(module)
 
-    model.register_state_dict_post_hook(refuse)
-    model.register_load_state_dict_pre_hook(refuse)
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        module = this()
+        call = functools.partial(function, module) if function else original
+        entered: list[Hooks] = []
+        output = None
+        try:
+            for hook in hooks:
+                args, kwargs = hook.enter(module, args, kwargs)
+                entered.append(hook)
+            output = call(*args, **kwargs)
+        finally:
+            for hook in reversed(entered):
+                output = hook.leave(module, args, output)
+        return output
+
+    object.__setattr__(module, method_name, _eager(method))

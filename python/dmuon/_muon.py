@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ._handles import Dedication, the_dedication
+from ._handles import Dedication, all_dedications, is_dedicated, is_sharded
 
 _GROUP_KEYS = (
     "params", "name", "lr", "weight_decay", "momentum", "nesterov", "muon_lr", "muon_weight_decay",
@@ -27,10 +26,10 @@ class Muon(torch.optim.Optimizer):
         buf = momentum * buf + grad;   u = newton_schulz(grad + momentum * buf if nesterov else buf)
         weight *= 1 - lr * weight_decay;   weight -= lr * scale(rows, cols) * u
 
-    model: one on which `dedicate_params` was called.  Its dedicated matrices form the `use_muon` groups; every other
-    trainable parameter (FSDP2's DTensors) goes to AdamW groups, stepped by torch.optim.AdamW.  Learning-rate
-    schedulers act on all groups.  A matrix that no rank used in a step keeps its weight and momentum.
-
+    model: one on which `dedicate_params` was called, once or more (also on submodules).  Its dedicated matrices form
+        the `use_muon` groups; every other parameter (FSDP2's DTensors) goes to AdamW groups, stepped by
+        torch.optim.AdamW.  Learning-rate schedulers act on all groups.  A matrix that no rank used in a step keeps its
+        weight and momentum.
     ns_backend: "gram", "gram_accurate" or "standard".  ns_coefficients: "polar_express", "you" or "keller_jordan".
     adjust_lr_fn: "match_rms_adamw" (scale 0.2 sqrt(max(rows, cols))) or "original" (sqrt(max(1, rows / cols))).
     replicate_async: for HSDP: a group's new weights travel to its replicas from the moment they are computed until the
@@ -65,25 +64,36 @@ class Muon(torch.optim.Optimizer):
         replicate_async: bool = True,
         param_groups: Iterable[dict[str, Any]] | None = None,
     ) -> None:
-        self._dedication = the_dedication(model, "Muon")
-        self._dedication.runtime.materialize()
+        self.dedications = all_dedications(model, "Muon")
+        for dedication in self.dedications:
+            dedication.runtime.materialize()
         self._defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adamw_lr": adamw_lr,
             "adamw_betas": adamw_betas, "adamw_weight_decay": adamw_weight_decay, "adamw_eps": adamw_eps,
         }  # fmt: skip
         self._stepper = torch.classes.dmuon.MuonStepper(ns_backend, ns_steps, ns_coefficients, adjust_lr_fn)
         self.replicate_async = replicate_async
+        self._model = model
         self._names = {p: name for name, p in model.named_parameters()}
         self._reports: list[_FiniteReport] = []
         self._adamw: torch.optim.AdamW | None = None
-        groups = [{"params": _managed(self._names, self._dedication)}] if param_groups is None else list(param_groups)
-        lowered = [lowered for group in groups for lowered in self._lower(group)]
+        self._backwards = self._count_backwards()
+        self._unmanaged: list[nn.Parameter] = []
+        if param_groups is None:
+            self._unmanaged = _check_managed(self._names, self.dedications)
+            param_groups = [{"params": list(self._names)}]
+        lowered = [lowered for group in param_groups for lowered in self._lower(group)]
         _check_covered(self._names, lowered)
         super().__init__(lowered, {})
-        adamw_groups = [group for group in self.param_groups if not group["use_muon"]]
-        if adamw_groups:
-            fused = all(p.device.type == "cuda" for group in adamw_groups for p in group["params"])
-            self._adamw = torch.optim.AdamW(adamw_groups, fused=fused or None, foreach=None if fused else True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; takes a dict like those of the constructor's `param_groups`."""
+        if "use_muon" in param_group:
+            super().add_param_group(param_group)
+            return
+        self._names = {p: name for name, p in self._model.named_parameters()}
+        for lowered in self._lower(param_group):
+            super().add_param_group(lowered)
 
     def _lower(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """One user group -> its Muon group and its AdamW groups."""
@@ -103,49 +113,75 @@ class Muon(torch.optim.Optimizer):
         lowered += [{"params": params, "use_muon": False, "name": f"{name}/adamw"} | adamw for params in rest]
         return [entry for entry in lowered if entry["params"]]
 
+    _step_supports_amp_scaling = True  # so that torch.amp.GradScaler calls step, which refuses it
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of everything.  `closure` is evaluated first, with gradients, as in torch.
 
         Nothing is communicated but HSDP's publishes.
         """
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "[dmuon.Muon] torch.amp.GradScaler looks at this rank's gradients only, and ranks would disagree about "
+                "skipping a step: use dmuon.GradScaler, which has the same methods."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._report_nonfinite()
-        self._step_matrices()
-        if self._adamw is not None:
-            self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
-            self._adamw.state = self.state
-            self._adamw.step()
+        self._check_before_step()
+        for dedication in self.dedications:
+            self._step_matrices(dedication)
+        self._step_adamw()
         return loss
 
-    def _step_matrices(self) -> None:
-        runtime = self._dedication.runtime
+    def _check_before_step(self) -> None:
+        for p in self._unmanaged:
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"[dmuon.Muon] parameter {self._names[p]!r} was frozen when the optimizer was built and is trained "
+                    "now, but neither dedicated nor sharded by fully_shard: its gradient differs between ranks. Build the "
+                    "optimizer with it unfrozen, and fully_shard a module around it."
+                )
+        backwards = self._count_backwards()
+        matrices = (p for group in self.param_groups if group["use_muon"] for p in group["params"])
+        if backwards == self._backwards and all(p.grad is None for p in matrices):
+            warnings.warn(
+                "[dmuon.Muon] step() without a backward since the last one: no matrix has a gradient",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self._backwards = backwards
+
+    def _count_backwards(self) -> int:
+        return sum(dedication.runtime.backward_count() for dedication in self.dedications)
+
+    def _step_adamw(self) -> None:
+        groups = [group for group in self.param_groups if not group["use_muon"]]
+        if not groups:
+            return
+        if self._adamw is None:
+            fused = all(p.device.type == "cuda" for group in groups for p in group["params"])
+            self._adamw = torch.optim.AdamW(groups, fused=fused or None, foreach=None if fused else True)
+        for group in groups:  # added since, or loaded
+            for key, value in self._adamw.defaults.items():
+                group.setdefault(key, value)
+        self._adamw.param_groups = groups
+        self._adamw.state = self.state
+        self._adamw.step()
+
+    def _step_matrices(self, dedication: Dedication) -> None:
+        runtime = dedication.runtime
         runtime.wait_publishes()
         hyper = {p: group for group in self.param_groups if group["use_muon"] for p in group["params"]}
-        for indices, parameters in self._batches():
+        for indices, parameters in _batches(dedication):
             self._step_batch([p for p in parameters if p in hyper and p.grad is not None], hyper)
             for index in indices:
                 runtime.publish(index)
         if not self.replicate_async:
             runtime.wait_publishes()
-
-    def _batches(self) -> Iterator[tuple[list[int], list[nn.Parameter]]]:
-        """Consecutive communication groups and their owned matrices, in the order of the next forward: the first ones
-        can be published while the last ones are still being computed.
-        """
-        indices: list[int] = []
-        owned: list[nn.Parameter] = []
-        for index, group in enumerate(self._dedication.groups):
-            indices.append(index)
-            owned += [param.parameter for param in group.params if param.is_owner]
-            if sum(p.numel() for p in owned) >= _BATCH_ELEMENTS:
-                yield indices, owned
-                indices, owned = [], []
-        if indices:
-            yield indices, owned
 
     def _step_batch(self, parameters: list[nn.Parameter], hyper: dict[nn.Parameter, dict[str, Any]]) -> None:
         by_group: dict[int, list[nn.Parameter]] = {}
@@ -178,7 +214,24 @@ class Muon(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drops what `no_sync` kept back."""
         super().zero_grad(set_to_none)
-        self._dedication.runtime.clear_accumulated()
+        for dedication in self.dedications:
+            dedication.runtime.clear_accumulated()
+
+
+def _batches(dedication: Dedication) -> Iterator[tuple[list[int], list[nn.Parameter]]]:
+    """Consecutive communication groups and their owned matrices, in the order of the next forward: the first ones
+    can be published while the last ones are still being computed.
+    """
+    indices: list[int] = []
+    owned: list[nn.Parameter] = []
+    for index, group in enumerate(dedication.groups):
+        indices.append(index)
+        owned += [param.parameter for param in group.params if param.is_owner]
+        if sum(p.numel() for p in owned) >= _BATCH_ELEMENTS:
+            yield indices, owned
+            indices, owned = [], []
+    if indices:
+        yield indices, owned
 
 
 class _FiniteReport:
@@ -205,7 +258,10 @@ class _FiniteReport:
 
 
 def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, list]:
-    """Trainable ones of the model: dedicated, DTensors, plain (torch's foreach kernels do not mix the last two)."""
+    """Floating ones, frozen ones too (they may be unfrozen): dedicated, DTensors, plain.
+
+    Torch's foreach kernels do not mix the last two.
+    """
     split: tuple[list, list, list] = ([], [], [])
     for p in [params] if isinstance(params, torch.Tensor) else params:
         if p not in names:
@@ -213,8 +269,8 @@ def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, lis
                 f"[dmuon.Muon] a parameter of shape {tuple(p.shape)} in param_groups is not one of the model's; take "
                 "it from model.named_parameters() after dedicate_params and fully_shard"
             )
-        if p.requires_grad:
-            split[0 if hasattr(p, "_dedicated_owner_rank") else 1 if isinstance(p, DTensor) else 2].append(p)
+        if p.is_floating_point():
+            split[0 if is_dedicated(p) else 1 if isinstance(p, DTensor) else 2].append(p)
     return split
 
 
@@ -228,17 +284,19 @@ def _check_values(values: dict[str, Any]) -> None:
         raise ValueError(f"[dmuon.Muon] adamw_betas must be two numbers in [0, 1), got {values['adamw_betas']}")
 
 
-def _managed(names: dict[nn.Parameter, str], dedication: Dedication) -> list[nn.Parameter]:
-    """All trainable parameters, after checking that somebody averages the gradient of each."""
-    alone = all(comm.size() == 1 for comm in dedication.communicators()) or not dist.is_initialized()
-    for p, name in names.items():
-        if p.requires_grad and not alone and not hasattr(p, "_dedicated_owner_rank") and not isinstance(p, DTensor):
+def _check_managed(names: dict[nn.Parameter, str], dedications: list[Dedication]) -> list[nn.Parameter]:
+    """Somebody averages the gradient of every trainable parameter.  Returns the frozen ones for which nobody would."""
+    if any(dedication.world_size == 1 for dedication in dedications):
+        return []
+    unmanaged = [p for p in names if not is_sharded(p)]
+    for p in unmanaged:
+        if p.requires_grad:
             raise ValueError(
-                f"[dmuon.Muon] trainable parameter {name!r} is neither dedicated nor sharded by fully_shard: its "
+                f"[dmuon.Muon] trainable parameter {names[p]!r} is neither dedicated nor sharded by fully_shard: its "
                 "gradient would differ between ranks. Call fully_shard on a module around it first, "
                 "freeze it, or, if something else averages its gradient, name it in param_groups."
             )
-    return list(names)
+    return unmanaged
 
 
 def _check_covered(names: dict[nn.Parameter, str], groups: list[dict[str, Any]]) -> None:

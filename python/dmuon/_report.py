@@ -52,6 +52,11 @@ def publish(model: nn.Module) -> None:
         dedication.runtime.wait_publishes()
 
 
+def describe_progress(model: nn.Module) -> str:
+    """For a hang: what this rank waits for and how far its passes have come; a line per dedication, from any thread."""
+    return "\n".join(dedication.runtime.progress() for dedication in find_dedications(model))
+
+
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes of dmuon's own memory on this rank.  Predicted values follow from the plan alone."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ._handles import Site
+from ._handles import Site, is_dedicated
 
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|blocks)\.\d+(?=\.|$)")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -83,7 +83,7 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    if hasattr(parameter, "_dedicated_owner_rank"):
+    if is_dedicated(parameter):
         raise ValueError(f"parameter {name!r} is dedicated already; dedicate_params may see a parameter once")
     if isinstance(parameter, DTensor):
         raise ValueError(
@@ -115,7 +115,7 @@ def select(model: nn.Module, predicate: Predicate, boundary: Boundary) -> list[M
                     continue
                 _check(name, parameter)
                 matrix = found[id(parameter)] = Matrix(name, parameter, [], [])
-            matrix.sites.append(Site(module, attribute, -1))
+            matrix.sites.append(Site(module, attribute))
             matrix.site_names.append(module_name)
     if not found:
         raise ValueError("no parameter satisfies the predicate; print model.named_parameters() to see the names")
@@ -149,6 +149,16 @@ def _exit_order(names: list[str]) -> list[str]:
             exits.append(inside.pop())
         inside.append(name)
     return exits + inside[::-1]
+
+
+def names_inside(matrices: list[Matrix]) -> dict[str, str]:
+    """Every module around a matrix (itself included), with the name of the first matrix inside."""
+    inside: dict[str, str] = {}
+    for matrix in matrices:
+        for site_name in matrix.site_names:
+            for ancestor in _ancestors(site_name):
+                inside.setdefault(ancestor, matrix.name)
+    return inside
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -120,6 +120,8 @@ void register_runtime(torch::Library& library) {
       .def("set_gradient_divide_factor", &Runtime::set_gradient_divide_factor)
       .def("clear_accumulated", &Runtime::clear_accumulated)
       .def("check_invariants", &Runtime::check_invariants)
+      .def("backward_count", &Runtime::backward_count)
+      .def("progress", &Runtime::progress)
       .def("live_bytes", &Runtime::live_bytes)
       .def("peak_bytes", &Runtime::peak_bytes)
       .def("track_memory", &Runtime::track_memory)

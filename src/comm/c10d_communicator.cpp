@@ -1,11 +1,10 @@
 #include "dmuon/c10d_communicator.h"
 
+#include <map>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <map>
-#include <mutex>
 
 #include "dmuon/stream.h"
 
@@ -99,6 +98,19 @@ class C10dCommunicator final : public Communicator {
   }
 
  private:
+  // A new group may have taken the name of a destroyed one.
+  void check_group_lives() const {
+    const auto& name = group_->getGroupName();
+    bool lives = false;
+    try {
+      lives = c10d::resolve_process_group(name) == group_;
+    } catch (const std::exception&) {
+    }
+    TORCH_CHECK(lives, "[dmuon.comm] process group '", name,
+                "' has been destroyed, and a model dedicated over it cannot communicate any more. Build the model and "
+                "call dedicate_params again after init_process_group.");
+  }
+
   void connect() {
     const OwnerSegment one{0, at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device_))};
     broadcast(std::span(&one, 1)).wait();
@@ -109,6 +121,7 @@ class C10dCommunicator final : public Communicator {
   // backends return null or an already completed work).  Others: keep every work and wait for all.
   template <typename Call>
   Pending issue(std::span<const OwnerSegment> segments, Call call) {
+    check_group_lives();
     std::vector<at::Tensor> keep_alive;
     std::vector<WorkPtr> works;
     if (groups_calls_) group_->startCoalescing(device_.type());

@@ -62,4 +62,17 @@ GroupLayout make_group_layout(const Plan& plan, std::span<const int> members) {
   return layout;
 }
 
+GroupLayout make_sub_layout(const GroupLayout& layout, const std::vector<bool>& keep) {
+  GroupLayout result;
+  for (const Segment& segment : layout.segments) {
+    Segment kept;
+    kept.owner = segment.owner;
+    for (const PackedMatrix& packed : segment.matrices) {
+      if (keep.at(static_cast<size_t>(packed.matrix))) append(kept, packed.matrix, packed.numel);
+    }
+    if (!kept.matrices.empty()) result.segments.push_back(std::move(kept));
+  }
+  return result;
+}
+
 }  // namespace dmuon::plan

@@ -29,4 +29,17 @@ void agree_on_inputs(const std::vector<Communicator*>& communicators, const std:
   TORCH_CHECK_VALUE(problem.empty(), "[dmuon.dedicate_params] ", problem);
 }
 
+std::string disagreement(Communicator& communicator, const std::string& text) {
+  if (communicator.size() == 1) return "";
+  try {
+    const auto texts = communicator.meet(text);
+    for (size_t rank = 0; rank < texts.size(); ++rank) {
+      if (texts[rank] != text) return c10::str("rank ", rank, " says '", texts[rank], "', this rank '", text, "'");
+    }
+  } catch (const std::exception& error) {
+    return c10::str("this rank says '", text, "', and not all others came: ", error.what());
+  }
+  return "";
+}
+
 }  // namespace dmuon

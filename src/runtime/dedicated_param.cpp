@@ -12,4 +12,8 @@ DedicatedParam::DedicatedParam(ParamSpec spec, plan::Slot owner, plan::Slot rank
 
 at::Tensor DedicatedParam::reduced_grad() const { return is_owner() ? spec_.registered.grad() : at::Tensor(); }
 
+void DedicatedParam::follow_requires_grad() {
+  if (spec_.unsharded.requires_grad() != trainable()) spec_.unsharded.set_requires_grad(trainable());
+}
+
 }  // namespace dmuon

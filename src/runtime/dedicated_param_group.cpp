@@ -28,12 +28,29 @@ DedicatedParamGroup::DedicatedParamGroup(std::string name, int index, plan::Grou
     if (param) params_.push_back(param);
   }
   accumulated.resize(params_.size());
+  trainable_.resize(members_.size(), false);
+  follow_trainable();
 }
 
 DedicatedParamGroup::~DedicatedParamGroup() = default;
 
-bool DedicatedParamGroup::trainable() const {
-  return std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->trainable(); });
+bool DedicatedParamGroup::follow_trainable() {
+  bool changed = false;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const bool now = members_[i] && members_[i]->trainable();
+    changed = changed || now != trainable_[i];
+    trainable_[i] = now;
+  }
+  if (changed) reduce_layout_ = plan::make_sub_layout(layout_, trainable_);
+  return changed;
+}
+
+std::string DedicatedParamGroup::trainable_mask() const {
+  std::string mask;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    if (members_[i]) mask += trainable_[i] ? '1' : '0';
+  }
+  return mask;
 }
 
 void DedicatedParamGroup::materialize(const BufferPlacement& placement, MemoryLedger& ledger) {

@@ -59,10 +59,13 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
   const at::NoGradGuard no_grad;
   auto gradients = take_gradients(group);
   const auto device = group.params().front()->unsharded().device();
-  allocate(group.layout(), rank, at::TensorOptions().dtype(options.dtype).device(device));
+  allocate(group.reduce_layout(), rank, at::TensorOptions().dtype(options.dtype).device(device));
   Copies copies;
   place(gradients, rank, copies);
-  if (!copies.first.empty()) at::_foreach_copy_(copies.first, copies.second);
+  if (!copies.first.empty()) {
+    at::_foreach_copy_(copies.first, copies.second);
+    if (options.pre_divide_factor != 1.0) at::_foreach_mul_(copies.first, 1.0 / options.pre_divide_factor);
+  }
 
   const auto gradient_bytes = total_bytes(gradients);
   ledger_.add(gradient_bytes);
@@ -106,7 +109,7 @@ void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Sl
   std::map<const DedicatedParam*, const at::Tensor*> by_param;
   for (size_t i = 0; i < gradients.size(); ++i) by_param[group_.params()[i].get()] = &gradients[i];
   for (size_t s = 0; s < segments_.size(); ++s) {
-    const auto& segment = group_.layout().segments[s];
+    const auto& segment = group_.reduce_layout().segments[s];
     for (const auto& packed : segment.matrices) {
       const auto& param = group_.param_of(packed.matrix);
       auto view = segments_[s].buffer.narrow(0, packed.offset, packed.numel).view(param->sizes());
@@ -132,6 +135,10 @@ void GradientReduction::begin_replicate() {
   path_.replicate_stream.wait_for(path_.shard_stream);
   const StreamScope scope(path_.replicate_stream);
   merged_ = std::exchange(group_.partial, {});
+  TORCH_CHECK(
+      merged_.empty() || merged_.size() == column_.size(), "[dmuon.reduce] group '", group_.name(),
+      "': requires_grad of its matrices changed while gradients wait for set_requires_all_reduce(True). Change it "
+      "between optimizer steps.");
   for (size_t i = 0; i < merged_.size(); ++i) column_[i].buffer.add_(merged_[i]);
   if (options_.across_replicas) {
     replicate_ = path_.replicate->reduce(column_);
@@ -155,8 +162,8 @@ void GradientReduction::finish() {
   merged_.clear();
   if (path_.replicate && !options_.across_replicas) return shares_.clear();  // a later backward delivers
   std::erase_if(shares_, [this](const Share& share) {
-    if (share.used && share.param->trainable()) deliver(share);
-    return share.used || !share.param->trainable() || !peers();
+    if (share.used) deliver(share);
+    return share.used || !peers();
   });
 }
 
@@ -170,17 +177,16 @@ void GradientReduction::settle() {
 
 void GradientReduction::deliver(const Share& share) const {
   const auto& leaf = share.param->registered();
+  if (!leaf.requires_grad()) return;  // frozen since the reduction began
   at::Tensor& grad = leaf.mutable_grad();
   auto mean = share.sum.to(leaf.scalar_type());
-  if (options_.divide_factor != 1.0) mean.div_(options_.divide_factor);
+  const double divisor = options_.divide_factor / options_.pre_divide_factor;
+  if (divisor != 1.0) mean.div_(divisor);
   if (options_.reproducible) {
-    auto& tree = group_.trees[share.param->name()];
-    if (!grad.defined()) tree.clear();
-    grad = tree.add(mean);
-    run_post_accumulate_hooks(leaf);
-    return;
+    grad = group_.trees[share.param->name()].add_to(grad, mean);
+  } else {
+    grad = grad.defined() ? grad.add_(mean) : mean;
   }
-  grad = grad.defined() ? grad.add_(mean) : mean;
   run_post_accumulate_hooks(leaf);
 }
 

@@ -15,6 +15,7 @@ namespace dmuon {
 struct ReduceOptions {
   at::ScalarType dtype = at::kFloat;  ///< on the wire
   double divide_factor = 1.0;         ///< the sum over all ranks is divided by this, once, on the owner
+  double pre_divide_factor = 1.0;     ///< of which this much before the sum: a power of two, against overflow in fp16
   bool reproducible = false;          ///< micro-batches are added in the group's tree accumulators
   bool across_replicas = true;        ///< false: stage 2 waits for a later backward; the sums are kept in the group
 };
@@ -41,6 +42,8 @@ class GradientReduction {
                     MemoryLedger& ledger);
   ~GradientReduction();
   GradientReduction(GradientReduction&&) = delete;
+
+  [[nodiscard]] const DedicatedParamGroup& group() const { return group_; }
 
   /// Whether stage 1 is done: `finish_shard` would stop neither the host nor the current stream.
   [[nodiscard]] bool shard_ready() const { return shard_.ready(); }

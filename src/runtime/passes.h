@@ -1,4 +1,4 @@
-// What one forward and one backward pass remember.  A BackwardPass is held by autograd's final callback alone: when a
+// What one backward pass remembers.  A BackwardPass is held by autograd's final callback alone: when a
 // backward fails, the callback dies with its graph task, and so does everything the pass had in flight.
 #pragma once
 
@@ -8,11 +8,6 @@
 #include "runtime/gradient_reduction.h"
 
 namespace dmuon {
-
-struct ForwardPass {
-  bool grad = true;        ///< grad mode when the root was entered: a backward may follow
-  size_t next_gather = 0;  ///< position in module order
-};
 
 class BackwardPass {
  public:

@@ -7,6 +7,7 @@
 #include "runtime/group_buffers.h"
 #include "runtime/memory_ledger.h"
 #include "runtime/passes.h"
+#include "runtime/progress.h"
 
 namespace dmuon {
 namespace {
@@ -53,6 +54,7 @@ Runtime::Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<Gro
           std::make_unique<ReducePath>(ReducePath{comms_.reduce, Stream(device, StreamPriority::kHigh),
                                                   comms_.replicate, Stream(device, StreamPriority::kDefault)})),
       ledger_(std::make_unique<MemoryLedger>([this] { return gradient_bytes(params_); })),
+      waiting_(std::make_unique<Waiting>()),
       sync_groups_(groups.size(), true),
       divide_factor_(plan_.mesh.slots()) {
   TORCH_CHECK_VALUE(params.size() == plan_.matrices.size(), "[dmuon.runtime] the plan has ", plan_.matrices.size(),
@@ -71,7 +73,6 @@ Runtime::Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<Gro
 }
 
 Runtime::~Runtime() {
-  forward_.reset();
   groups_.clear();  // buffers report to the ledger
 }
 
@@ -124,15 +125,17 @@ void Runtime::begin_forward() {
   if (in_backward()) return;
   materialize();
   recover();
-  forward_ = std::make_unique<ForwardPass>();
-  forward_->grad = at::GradMode::is_enabled();
-  for (const auto& group : groups_) group->compute_depth = 0;
+  if (forwards_.empty()) {
+    for (const auto& group : groups_) group->compute_depth = 0;
+  }
+  forwards_.push_back({at::GradMode::is_enabled(), 0});
 }
 
 void Runtime::end_forward(const std::vector<at::Tensor>& outputs) {
   if (at::GradMode::is_enabled()) watch_root_outputs(RuntimePtr::unsafe_reclaim_from_nonowning(this), outputs);
-  if (in_backward() || !forward_) return;
-  while (forward_->next_gather < groups_.size()) gather(*groups_[forward_->next_gather++], forward_source());
+  if (in_backward() || forwards_.empty()) return;
+  while (issue_next_forward_gather()) {
+  }
   for (const auto& group : groups_) {
     if (keeps_after_forward(*group)) {
       group->kept_for_backward = true;
@@ -140,18 +143,19 @@ void Runtime::end_forward(const std::vector<at::Tensor>& outputs) {
       group->release();
     }
   }
-  forward_.reset();
+  forwards_.pop_back();
 }
 
 std::vector<at::Tensor> Runtime::pre_forward(int index, const std::vector<at::Tensor>& inputs) {
   auto& group = *groups_.at(static_cast<size_t>(index));
   ++group.compute_depth;
   group.touched = true;
+  for (const auto& param : group.params()) param->follow_requires_grad();
   if (in_backward()) {
     group.untracked_forwards = std::max(0, group.untracked_forwards - 1);
     gather_for_backward(*begin_backward(), group);
   } else {
-    if (!at::GradMode::is_enabled() && forward_ && forward_->grad) ++group.untracked_forwards;
+    if (!at::GradMode::is_enabled() && !forwards_.empty() && forwards_.back().grad) ++group.untracked_forwards;
     gather_for_forward(group);
   }
   return enter_graph(group, inputs);
@@ -165,42 +169,44 @@ void Runtime::gather(DedicatedParamGroup& group, Source source) {
 
 // Outside the canonical order, and so right only if every rank does it here.
 void Runtime::gather_again(DedicatedParamGroup& group, Source source) {
-  std::string reason;
-  try {
-    const auto texts = comms_.gather->size() > 1 ? comms_.gather->meet(group.name()) : std::vector<std::string>{};
-    for (const auto& text : texts) {
-      if (text != group.name()) reason = c10::str("another rank repeats '", text, "'");
-    }
-  } catch (const std::exception& error) {
-    reason = error.what();
-  }
-  TORCH_CHECK(reason.empty(), "[dmuon.runtime] module '", group.name(),
-              "' runs again in one pass after its weights were freed, and not on every rank at the same place (", reason,
-              "). If ranks repeat it differently, keep its weights for the pass: call set_reshard_after_forward(False) "
-              "on that module on every rank, or dedicate_params(..., reshard_after_forward=False).");
+  const auto problem = disagreement(*comms_.gather, "again " + group.name());
+  TORCH_CHECK(problem.empty(), "[dmuon.runtime] module '", group.name(),
+              "' runs again in one pass after its weights were freed, and not on every rank at the same place (",
+              problem,
+              "). If ranks repeat it differently, keep its weights for the pass: call "
+              "set_reshard_after_forward(False) on that module on every rank, or dedicate_params(..., "
+              "reshard_after_forward=False).");
   gather(group, source);
 }
 
+bool Runtime::issue_next_forward_gather() {
+  auto& pass = forwards_.back();
+  if (pass.next_gather == groups_.size()) return false;
+  gather(*groups_[pass.next_gather++], forward_source());
+  return true;
+}
+
 void Runtime::gather_for_forward(DedicatedParamGroup& group) {
-  if (!forward_) {  // a submodule called on its own: every rank is expected to do the same
+  if (forwards_.empty()) {  // a submodule called on its own: every rank is expected to do the same
     materialize();
     recover();
     if (group.compute_depth == 1) gather(group, forward_source());
-    group.wait_gather();
-    return;
+    return wait_gather(group);
   }
-  while (forward_->next_gather <= static_cast<size_t>(group.index())) {
-    gather(*groups_[forward_->next_gather++], forward_source());
-  }
+  const auto position = static_cast<size_t>(group.index());
+  while (forwards_.back().next_gather <= position) issue_next_forward_gather();
   if (group.state() == GroupState::kSharded) {  // used before in this pass, and freed
     gather_again(group, forward_source());
     group.repeats = true;
   }
+  wait_gather(group);
+  const bool prefetched = forwards_.back().next_gather > position + 1;
+  if (!prefetched) issue_next_forward_gather();
+}
+
+void Runtime::wait_gather(DedicatedParamGroup& group) {
+  const WaitNote note(*waiting_, "the gather", group);
   group.wait_gather();
-  const bool prefetched = forward_->next_gather > static_cast<size_t>(group.index()) + 1;
-  if (!prefetched && forward_->next_gather < groups_.size()) {
-    gather(*groups_[forward_->next_gather++], forward_source());
-  }
 }
 
 std::vector<at::Tensor> Runtime::enter_graph(DedicatedParamGroup& group, std::vector<at::Tensor> inputs) {
@@ -227,7 +233,7 @@ std::vector<at::Tensor> Runtime::enter_graph(DedicatedParamGroup& group, std::ve
 }
 
 bool Runtime::keeps_after_forward(const DedicatedParamGroup& group) const {
-  const bool grad = forward_ ? forward_->grad : at::GradMode::is_enabled();
+  const bool grad = forwards_.empty() ? at::GradMode::is_enabled() : forwards_.back().grad;
   return grad && !group.reshard_after_forward;
 }
 
@@ -240,7 +246,7 @@ void Runtime::post_forward(int index, const std::vector<at::Tensor>& outputs) {
   }
   if (in_backward() || group.compute_depth > 0 || group.kept_for_backward) return;
   // Z2, and modules that repeat: one gather a pass; end_forward frees it or keeps it.
-  if (forward_ && (!group.reshard_after_forward || group.repeats)) return;
+  if (!forwards_.empty() && (!group.reshard_after_forward || group.repeats)) return;
   if (keeps_after_forward(group)) {
     group.kept_for_backward = true;
   } else {

@@ -9,6 +9,7 @@
 #include "runtime/autograd_hooks.h"
 #include "runtime/memory_ledger.h"
 #include "runtime/passes.h"
+#include "runtime/progress.h"
 
 namespace dmuon {
 namespace {
@@ -71,7 +72,7 @@ void Runtime::gather_for_backward(BackwardPass& pass, DedicatedParamGroup& group
   while (pass.next_gather <= position && issue_next_backward_gather(pass)) {
   }
   if (group.state() == GroupState::kSharded) gather_again(group, Source::kSameAsForward);  // used before, and freed
-  group.wait_gather();
+  wait_gather(group);
   const bool prefetched = pass.next_gather > position + 1;
   if (!prefetched) issue_next_backward_gather(pass);
 }
@@ -101,10 +102,12 @@ void Runtime::advance_reductions(BackwardPass& pass, bool all) {
 }
 
 void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
-  if (group.trainable()) {
+  if (group.follow_trainable()) agree_on_trainable(group);
+  if (!group.reduce_layout().segments.empty()) {
     if (sync_groups_[static_cast<size_t>(group.index())]) {
       drain_shard_stage(pass);
-      const ReduceOptions options{reduce_dtype(), divide_factor_, options_.reproducible, across_replicas_};
+      const ReduceOptions options{reduce_dtype(), divide_factor_, pre_divide_factor(), options_.reproducible,
+                                  across_replicas_};
       pass.in_shard = std::make_unique<GradientReduction>(group, rank_, *reduce_path_, options, *ledger_);
     } else {
       accumulate_gradients(group, reduce_dtype());
@@ -113,9 +116,28 @@ void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
   if (group.state() == GroupState::kUnsharded && group.compute_depth == 0) group.release();
 }
 
-// The host waits here, on CUDA too: a stream that waited for a reduction would hold up the gathers behind it, and a peer
-// in another branch may need one of those before it can take part in the reduction.  Gathers have a communicator and a
-// fixed order of their own, so offering the next one early is always right.  Once all are out, a stream may wait.
+// As FSDP2: a share of the division that leaves both the addends and the sum away from fp16's limits.
+double Runtime::pre_divide_factor() const {
+  if (reduce_dtype() != at::kHalf) return 1.0;
+  int factor = 1;
+  while (plan_.mesh.slots() % factor == 0 && plan_.mesh.slots() / factor > factor) factor *= 2;
+  return factor;
+}
+
+// What is reduced follows from requires_grad, so a change must be the same on every rank.
+void Runtime::agree_on_trainable(const DedicatedParamGroup& group) {
+  const auto text = c10::str(group.name(), ' ', group.trainable_mask());
+  for (const auto& communicator : {comms_.reduce, comms_.replicate}) {
+    const auto problem = communicator ? disagreement(*communicator, text) : "";
+    TORCH_CHECK(problem.empty(), "[dmuon.runtime] requires_grad of matrices of group '", group.name(),
+                "' was changed, and not in the same way on every rank (", problem,
+                "): freeze and unfreeze between the same two steps on all ranks.");
+  }
+}
+
+// The host waits here, on CUDA too: a stream that waited for a reduction would hold up the gathers behind it, and a
+// peer in another branch may need one of those before it can take part in the reduction.  Gathers have a communicator
+// and a fixed order of their own, so offering the next one early is always right.  Once all are out, a stream may wait.
 void Runtime::wait_for_peers(BackwardPass& pass, const std::function<bool()>& ready) {
   auto deadline = std::chrono::steady_clock::now() + kPatience;
   auto pause = kShortestPause;
@@ -131,6 +153,7 @@ void Runtime::wait_for_peers(BackwardPass& pass, const std::function<bool()>& re
 
 void Runtime::drain_shard_stage(BackwardPass& pass) {
   if (!pass.in_shard) return;
+  const WaitNote note(*waiting_, "the reduction (stage 1)", pass.in_shard->group());
   wait_for_peers(pass, [&] { return pass.in_shard->shard_ready(); });
   ledger_->observe();
   pass.in_shard->finish_shard();
@@ -141,6 +164,7 @@ void Runtime::drain_shard_stage(BackwardPass& pass) {
 
 void Runtime::drain_replicate_stage(BackwardPass& pass) {
   if (!pass.in_replicate) return;
+  const WaitNote note(*waiting_, "the reduction (last stage)", pass.in_replicate->group());
   wait_for_peers(pass, [&] { return pass.in_replicate->ready(); });
   pass.in_replicate->finish();
   if (!pass.in_replicate->settled()) pass.unsettled.push_back(std::move(pass.in_replicate));

@@ -18,4 +18,17 @@ at::Tensor TreeAccumulator::add(at::Tensor addend) {
   return sum;
 }
 
+at::Tensor TreeAccumulator::add_to(const at::Tensor& grad, at::Tensor addend) {
+  const bool untouched =
+      grad.defined() && grad.is_same(last_) && static_cast<std::int64_t>(grad._version()) == last_version_;
+  if (!untouched) {
+    levels_.clear();
+    base_ = grad;
+  }
+  last_ = add(std::move(addend));
+  if (base_.defined()) last_ = base_.add(last_);
+  last_version_ = static_cast<std::int64_t>(last_._version());
+  return last_;
+}
+
 }  // namespace dmuon

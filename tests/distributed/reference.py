@@ -107,7 +107,7 @@ class Reference:
         self.settings = settings
         self.dtype = dtype
         self.matrices = {n: p for n, p in model.named_parameters() if is_matrix(n, p) and p.requires_grad}
-        rest = [p for n, p in model.named_parameters() if not is_matrix(n, p) and p.requires_grad]
+        rest = [p for n, p in model.named_parameters() if not is_matrix(n, p)]
         self.adamw = torch.optim.AdamW(rest, lr=settings.adamw_lr, weight_decay=0.01, foreach=True)
         self.momentum: dict[str, torch.Tensor] = {}
 
