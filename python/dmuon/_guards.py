@@ -60,7 +60,7 @@ def forbid_copies(module: nn.Module) -> None:
     def refuse(*_: Any) -> NoReturn:
         raise TypeError(
             "[dmuon] a module with dedicated parameters cannot be copied or pickled: on each rank the matrices of "
-            "other owners are meta tensors. Copy it before dedicate_params; for an EMA, keep copies of model.parameters()."
+            "other owners are meta tensors. Copy it before dedicate_params; for an EMA, copy its parameters()."
         )
 
     object.__setattr__(module, "__getstate__", refuse)

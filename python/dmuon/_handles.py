@@ -2,8 +2,9 @@
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ class Site:
         return module
 
 
-@dataclass
+@dataclass(eq=False)
 class Dedication:
     """Everything `dedicate_params` made of one model; kept on the model itself."""
 
@@ -89,6 +90,8 @@ class Dedication:
     groups: list[DedicatedParamGroup]
     unsharded: list[nn.Parameter]
     sites: list[Site] = field(default_factory=list)
+    backward: Callable[[], Any] = lambda: None
+    """The open backward of the model's hooks, or None."""
 
     def communicators(self) -> list[torch.ScriptObject]:
         """Those that exist."""
@@ -136,8 +139,17 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return is_dedicated(tensor) or isinstance(tensor, DTensor)
 
 
+_live: "weakref.WeakSet[Dedication]" = weakref.WeakSet()
+
+
+def live_dedications() -> list[Dedication]:
+    """Of all models that exist in this process."""
+    return list(_live)
+
+
 def attach(model: nn.Module, dedication: Dedication) -> None:
     """Keeps the dedication on its root module."""
+    _live.add(dedication)
     object.__setattr__(model, _ATTRIBUTE, dedication)
 
 

@@ -142,8 +142,8 @@ class Muon(torch.optim.Optimizer):
             if p.requires_grad:
                 raise RuntimeError(
                     f"[dmuon.Muon] parameter {self._names[p]!r} was frozen when the optimizer was built and is trained "
-                    "now, but neither dedicated nor sharded by fully_shard: its gradient differs between ranks. Build the "
-                    "optimizer with it unfrozen, and fully_shard a module around it."
+                    "now, but neither dedicated nor sharded by fully_shard: its gradient differs between ranks. Build "
+                    "the optimizer with it unfrozen, and fully_shard a module around it."
                 )
         backwards = self._count_backwards()
         matrices = (p for group in self.param_groups if group["use_muon"] for p in group["params"])

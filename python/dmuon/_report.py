@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from ._handles import find_dedications, the_dedication
+from ._handles import find_dedications, live_dedications, the_dedication
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,13 @@ def publish(model: nn.Module) -> None:
         dedication.runtime.wait_publishes()
 
 
-def describe_progress(model: nn.Module) -> str:
-    """For a hang: what this rank waits for and how far its passes have come; a line per dedication, from any thread."""
-    return "\n".join(dedication.runtime.progress() for dedication in find_dedications(model))
+def describe_progress(model: nn.Module | None = None) -> str:
+    """For a hang: which collective this rank waits in and how far its passes have come, a line per dedication.
+
+    Call it from another thread.  Without a model: of all models in this process.
+    """
+    dedications = live_dedications() if model is None else find_dedications(model)
+    return "\n".join(dedication.runtime.progress() for dedication in dedications)
 
 
 @dataclass(frozen=True)

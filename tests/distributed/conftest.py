@@ -3,22 +3,29 @@
     torchrun --standalone --nproc-per-node 3 -m pytest tests/distributed
 
 Without torchrun the tests run on one rank.  Rank 0 reports; the other ranks print only their failures.  A failure on
-any rank fails the launch, and so does a hang (faulthandler_timeout in pyproject.toml; gloo gives up earlier).
+any rank fails the launch, and so does a hang: after TEST_LIMIT a rank prints which collective it waits in, and ends.
 """
 
+import faulthandler
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import IO
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import dmuon
+
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+TEST_LIMIT = 50.0
+"""Seconds; less than COLLECTIVE_TIMEOUT, so that a hang is reported before it becomes an error of the backend."""
 
 
 class FailureReporter:
@@ -89,6 +96,26 @@ def process_group(pytestconfig: pytest.Config) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+def _report_hang(test: str, stderr: IO[str]) -> None:
+    stderr.write(f"\n== {test} ran longer than {TEST_LIMIT} s on rank {RANK}\n{dmuon.describe_progress()}\n")
+    faulthandler.dump_traceback(stderr, all_threads=True)
+    stderr.flush()
+    os._exit(3)
+
+
+@pytest.fixture(autouse=True)
+def watchdog(request: pytest.FixtureRequest, process_group: dist.ProcessGroup) -> Iterator[None]:
+    """A test that hangs names the collective that each rank waits in."""
+    stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+    timer = threading.Timer(TEST_LIMIT, _report_hang, (request.node.nodeid, stderr))
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+    timer.join()
+    stderr.close()
+
+
 @pytest.fixture(scope="session")
 def rank() -> int:
     return RANK
@@ -118,9 +145,19 @@ def _shapes() -> list[tuple[int, int]]:
     return shapes.get(WORLD_SIZE, [(WORLD_SIZE, 1)])
 
 
+def _mesh_2d(mesh: DeviceMesh, shape: tuple[int, int]) -> DeviceMesh:
+    mesh_2d = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh_2d.axes = {name: mesh_2d[name] for name in ("replicate", "shard")}  # the same objects for every test
+    return mesh_2d
+
+
 @pytest.fixture(scope="session", params=_shapes(), ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def mesh_2d(mesh: DeviceMesh, request: pytest.FixtureRequest) -> DeviceMesh:
     """(replicate, shard), in every shape the world size allows."""
-    mesh_2d = init_device_mesh(mesh.device_type, request.param, mesh_dim_names=("replicate", "shard"))
-    mesh_2d.axes = {name: mesh_2d[name] for name in ("replicate", "shard")}  # the same objects for every test
-    return mesh_2d
+    return _mesh_2d(mesh, request.param)
+
+
+@pytest.fixture(scope="session")
+def hsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """(replicate, shard), the first of those shapes."""
+    return _mesh_2d(mesh, _shapes()[0])

@@ -2,6 +2,7 @@
 in the reference.  Three steps, so that a gradient lost in one step, or left over for the next, shows.
 """
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn as nn
 from reference import TinyModel, batch, loss_of
 from setup import Setup, align, assert_same, check_invariants, update_tolerance
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dmuon
 
@@ -22,12 +23,13 @@ class LoopModel(TinyModel):
     def __init__(self) -> None:
         super().__init__(dim=16, hidden=24, layers=4)
 
-    def forward(self, tokens, order=(0, 1, 2, 3), nested=False, reentrant=None):
+    def forward(self, tokens, order=(0, 1, 2, 3), nested=False, reentrant=None, contexts=None):
         x = self.embedding(tokens)
         hidden = [x]
+        extra = {"context_fn": contexts} if contexts else {}
         for index in order:
             layer = self.layers[index]
-            x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+            x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant, **extra)
             hidden.append(x)
         logits = self.head(x)
         return {"logits": logits, "hidden": [tuple(hidden), None], "step": 3} if nested else logits
@@ -102,10 +104,34 @@ def teacher_and_student(call, data) -> None:
     (call(data(0)[:, :-1]) - 0.9 * target).pow(2).mean().backward()
 
 
+def losses_of_several_modules(call, data) -> None:
+    out = call(data(0)[:, :-1], nested=True)
+    (out["hidden"][0][1].pow(2).mean() + out["hidden"][0][3].mean() + out["logits"].pow(2).mean()).backward()
+
+
+def losses_in_turn(call, data) -> None:
+    """Two backwards through one graph that share only its beginning."""
+    out = call(data(0)[:, :-1], nested=True)
+    out["hidden"][0][2].pow(2).mean().backward(retain_graph=True)
+    out["logits"].pow(2).mean().backward()
+
+
+def checkpoint_selective(call, data) -> None:
+    """Keeps what matrix products made and recomputes the rest."""
+
+    def policy(context, op, *args, **kwargs):
+        kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    loss_of(lambda t: call(t, reentrant=False, contexts=contexts), data(0)).backward()
+
+
 LOOPS: list[Callable] = [
     plain, two_forwards_one_backward, two_micro_batches, retain_graph, layer_used_twice, layer_skipped,
     layers_in_another_order, evaluation_between, discarded_forward, nested_outputs, unused_output,
-    checkpoint_not_reentrant, checkpoint_reentrant, teacher_and_student,
+    losses_of_several_modules, losses_in_turn,
+    checkpoint_not_reentrant, checkpoint_reentrant, checkpoint_selective, teacher_and_student,
 ]  # fmt: skip
 
 
@@ -144,6 +170,38 @@ def reference_step(reference, loop: Callable, step: int, world_size: int) -> Non
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loop(mesh, rank, world_size, z3, loop):
     run(mesh, rank, world_size, Setup(z3=z3, make=LoopModel, recipe="b"), loop)
+
+
+SYNC_TOO = [plain, layer_skipped, evaluation_between]
+WITH_REPLICAS = [(loop, True) for loop in LOOPS] + [(loop, False) for loop in SYNC_TOO]
+
+
+@pytest.mark.parametrize("case", enumerate(WITH_REPLICAS), ids=lambda case: f"{case[1][0].__name__}-{case[1][1]}")
+def test_loop_with_replicas(hsdp_mesh, rank, world_size, case):
+    """Z3 and Z2 in turn; that async and sync agree in every bit is shown elsewhere."""
+    index, (loop, replicate_async) = case
+    setup = Setup(z3=index % 2 == 0, make=LoopModel, recipe="b", replicate_async=replicate_async)
+    run(hsdp_mesh, rank, world_size, setup, loop)
+
+
+@pytest.mark.parametrize("way", ["zeroed in place", "model.zero_grad", "a bad step is skipped"])
+def test_how_a_step_ends(mesh, rank, world_size, way):
+    model, optimizer, reference = Setup(make=LoopModel, recipe="b").build(mesh)
+    for step in range(4):
+        factor = float("nan") if way == "a bad step is skipped" and step % 2 else 1.0
+        order = (0, 1, 2, 3) if step % 2 else (0, 2)
+        (factor * loss_of(lambda t, order=order: model(t, order=order), batch(step, rank))).backward()
+        if factor == factor:
+            losses = [loss_of(lambda t, o=order: reference(t, order=o), batch(step, r)) for r in range(world_size)]
+            reference.backward(losses, world_size)
+            optimizer.step()
+            reference.step()
+        assert_same(model, reference, update_tolerance(mesh, 5e-6))
+        if way == "model.zero_grad":
+            model.zero_grad(), reference.zero_grad()
+        else:
+            in_place = way == "zeroed in place"
+            optimizer.zero_grad(set_to_none=not in_place), reference.model.zero_grad(set_to_none=not in_place)
 
 
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
