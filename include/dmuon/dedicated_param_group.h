@@ -69,6 +69,7 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   /// first.
   void begin_publish(Communicator& replicate, const Stream& stream);
   void wait_publish() { publish_.wait(); }
+  [[nodiscard]] bool publishing() const { return publish_.outstanding(); }
 
   /// Sharded -> Unsharding: allocates and broadcasts on `stream`, which waits for an outstanding publish.
   /// On an unsharded group the same values are sent again into the same buffers.

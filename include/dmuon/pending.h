@@ -26,6 +26,8 @@ class Pending {
 
   /// Throws what the backend throws (a timeout, a lost peer); the buffers are let go either way.
   void wait();
+  /// Whether nobody has waited for it yet.
+  [[nodiscard]] bool outstanding() const { return static_cast<bool>(wait_); }
   /// Whether the data is there: neither the host (CPU) nor the current stream (CUDA) would stop at `wait`.
   [[nodiscard]] bool ready() const { return !wait_ || !ready_ || ready_(); }
 

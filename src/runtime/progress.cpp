@@ -13,7 +13,9 @@ std::string Runtime::progress() const {
     text += "waits for nothing of dmuon's";
   }
   text += "; groups in order:";
-  for (const auto& group : groups_) text += c10::str(" '", group->name(), "' ", to_string(group->state()));
+  for (const auto& group : groups_) {
+    text += c10::str(" '", group->name(), "' ", to_string(group->state()), group->publishing() ? " (publishing)" : "");
+  }
   if (!forwards_.empty()) text += c10::str("; forward: ", forwards_.back().next_gather, " gathers issued");
   if (const auto pass = backward_.lock()) {
     text += c10::str("; backward: ", pass->next_gather, " gathers and ", pass->next_reduction,

@@ -1,9 +1,12 @@
 """What goes over the wire and what stays in memory: the formulas, exactly."""
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
-from reference import TinyModel, batch, loss_of
+from reference import TinyModel, batch, is_matrix, loss_of
 from setup import Setup
 
 import dmuon
@@ -105,3 +108,19 @@ def test_live_bytes_are_the_bytes_of_real_storages(mesh, rank):
     tensors += [leaf.detach() for leaf in model._dmuon.unsharded]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
     assert dmuon.memory_report(model).live == sum(storages.values())
+
+
+def test_a_waiting_rank_can_say_what_it_waits_for(mesh, rank, world_size):
+    """One rank comes late; the others are asked meanwhile."""
+    if world_size == 1 or mesh.device_type != "cpu":
+        pytest.skip("only a host that waits can say so")
+    model = make_model()
+    dmuon.dedicate_params(model, mesh, is_matrix)
+    said: list[str] = []
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1.0)
+    else:
+        threading.Timer(0.5, lambda: said.append(dmuon.describe_progress())).start()
+    model(batch(0, rank))
+    assert rank == 0 or f"rank (shard {rank}, replicate 0) waits for the gather of 'layers.0'" in said[0]

@@ -279,10 +279,22 @@ def choose(seed: int, step: int, rank: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_take_different_branches(mesh, rank, world_size, z3, seed):
     """No hang; mean with zeros where some ranks used a matrix, None where nobody did."""
+    check_branches(mesh, rank, world_size, seed, {"mesh": mesh, "reshard_after_forward": z3})
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_of_replicas_take_different_branches(hsdp_mesh, rank, world_size, z3, seed):
+    axes = hsdp_mesh.axes
+    options = {"mesh": axes["shard"], "replicate_mesh": axes["replicate"], "reshard_after_forward": z3}
+    check_branches(hsdp_mesh, rank, world_size, 100 + seed, options)
+
+
+def check_branches(mesh, rank: int, world_size: int, seed: int, options: dict) -> None:
     torch.manual_seed(0)
     model = Branching()
     weights = [layer.weight.detach().clone().requires_grad_() for layer in model.layers]
-    dmuon.dedicate_params(model, mesh, lambda n, p: True, reshard_after_forward=z3)
+    dmuon.dedicate_params(model, predicate=lambda n, p: True, **options)
     for step in range(4):
         x = [torch.randn(3, 12, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world_size)]
         model(x[rank].to(mesh.device_type), choose(seed, step, rank)).pow(2).mean().backward()

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from reference import MuonSettings, Reference, TinyModel, batch, loss_of
 from setup import assert_same, full_values, update_tolerance
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
@@ -164,3 +165,25 @@ def test_tied_weights(mesh, rank, world_size, z3):
         reference.backward([loss_of(reference, batch(step, r)) for r in range(world_size)], world_size)
         check_step(mesh, model, optimizer, reference)
     assert set(full_values(model)) <= {name for name, _ in model.named_parameters()}
+
+
+def test_stages_on_disjoint_meshes(mesh, rank, world_size):
+    """As in pipeline parallelism: each half of the ranks has a model and a mesh of its own, with other sizes."""
+    if world_size != 4:
+        pytest.skip("needs two meshes of two ranks")
+    stages = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("stage", "shard"))
+    stage, place = divmod(rank, 2)
+    torch.manual_seed(stage)
+    model = TinyModel(dim=16, hidden=24, layers=2 + stage)
+    reference = Reference(copy.deepcopy(model).to(mesh.device_type), SETTINGS)
+    half = stages["shard"]
+    for _ in range(1 + stage):  # one stage dedicates more models than the other
+        extra = TinyModel(dim=16, hidden=24, layers=1)
+        dmuon.dedicate_params(extra, half, matrices)
+    dmuon.dedicate_params(model, half, matrices)
+    fully_shard(model, mesh=half)
+    optimizer = muon(model)
+    for step in range(2):
+        loss_of(model, batch(step, place)).backward()
+        reference.backward([loss_of(reference, batch(step, r)) for r in range(2)], 2)
+        check_step(mesh, model, optimizer, reference)
