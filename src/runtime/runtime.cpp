@@ -159,23 +159,27 @@ std::vector<at::Tensor> Runtime::pre_forward(int index, const std::vector<at::Te
 
 void Runtime::gather(DedicatedParamGroup& group, Source source) {
   const c10::InferenceMode normal(false);
+  ++gathers_;
   group.begin_gather(*comms_.gather, gather_stream_, source);
   ledger_->observe();
 }
 
-// Outside the canonical order, and so right only if every rank does it here.
+// Outside the canonical order, and so right only if every rank does it here: after as many gathers, or another group's
+// weights would arrive in these buffers.
 void Runtime::gather_again(DedicatedParamGroup& group, Source source) {
+  const auto here = c10::str("'", group.name(), "' after ", gathers_, " gathers");
   std::string reason;
   try {
-    const auto texts = comms_.gather->size() > 1 ? comms_.gather->meet(group.name()) : std::vector<std::string>{};
+    const auto texts = comms_.gather->size() > 1 ? comms_.gather->meet(here) : std::vector<std::string>{};
     for (const auto& text : texts) {
-      if (text != group.name()) reason = c10::str("another rank repeats '", text, "'");
+      if (text != here) reason = c10::str("another rank repeats ", text, ", this one ", here);
     }
   } catch (const std::exception& error) {
     reason = error.what();
   }
   TORCH_CHECK(reason.empty(), "[dmuon.runtime] module '", group.name(),
-              "' runs again in one pass after its weights were freed, and not on every rank at the same place (", reason,
+              "' runs again in one pass after its weights were freed, and not on every rank at the same place (",
+              reason,
               "). If ranks repeat it differently, keep its weights for the pass: call set_reshard_after_forward(False) "
               "on that module on every rank, or dedicate_params(..., reshard_after_forward=False).");
   gather(group, source);
