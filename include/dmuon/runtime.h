@@ -174,6 +174,7 @@ class Runtime : public torch::CustomClassHolder {
   std::weak_ptr<BackwardPass> backward_;
   bool backward_open_ = false;  ///< a backward began and has not finished: after an exception, recover() cleans up
   std::int64_t pass_count_ = 0;
+  std::int64_t gathers_ = 0;  ///< issued so far: the place in the order that all ranks share
 };
 
 using RuntimePtr = c10::intrusive_ptr<Runtime>;

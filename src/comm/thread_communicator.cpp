@@ -152,14 +152,17 @@ class ThreadCommunicator final : public Communicator {
     return issue(CallKind::kGather, segments, received);
   }
 
-  std::vector<std::string> exchange(const std::string& text) override {
-    const auto call = world_->arrive(sequence_++, rank_, CallKind::kExchange, {{}, {}, text});
+  std::vector<std::string> exchange(const std::string& text) override { return exchange_at(sequence_++, text); }
+  // Numbered apart from all other calls, below zero.
+  std::vector<std::string> meet(const std::string& text) override { return exchange_at(--meetings_, text); }
+
+ private:
+  std::vector<std::string> exchange_at(int64_t sequence, const std::string& text) {
+    const auto call = world_->arrive(sequence, rank_, CallKind::kExchange, {{}, {}, text});
     world_->wait(*call);
     return call->texts;
   }
-  std::vector<std::string> meet(const std::string& text) override { return exchange(text); }
 
- private:
   Pending issue(CallKind kind, std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {
     Deposit deposit{{}, received, ""};
     std::vector<at::Tensor> keep_alive = received;
@@ -175,6 +178,7 @@ class ThreadCommunicator final : public Communicator {
   std::shared_ptr<ThreadWorld> world_;
   int rank_;
   int64_t sequence_ = 0;
+  int64_t meetings_ = 0;
 };
 
 }  // namespace

@@ -70,6 +70,15 @@ plan::Plan agreed_plan(const Selection& selection, std::string problem, const st
   return plan;
 }
 
+// After a forward that raised: what it raised is what the caller must see, whatever ending it runs into.
+void end_quietly(const std::function<void()>& end) {
+  try {
+    end();
+  } catch (const std::exception& error) {
+    TORCH_WARN("[dmuon.runtime] ending a forward that had failed: ", error.what());
+  }
+}
+
 }  // namespace
 
 RuntimePtr dedicate(const std::vector<HookModule>& modules, RuntimeComms comms, const DedicateOptions& options) {
@@ -103,7 +112,7 @@ at::Tensor call_root(Runtime& runtime, const std::function<at::Tensor()>& forwar
   try {
     output = forward();
   } catch (...) {
-    runtime.end_forward({});
+    end_quietly([&] { runtime.end_forward({}); });
     throw;
   }
   runtime.end_forward({output});
@@ -117,7 +126,7 @@ at::Tensor call_module(Runtime& runtime, int group, const at::Tensor& input,
   try {
     output = forward(inputs.front());
   } catch (...) {
-    runtime.post_forward(group, {});
+    end_quietly([&] { runtime.post_forward(group, {}); });
     throw;
   }
   runtime.post_forward(group, {output});

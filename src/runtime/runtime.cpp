@@ -163,19 +163,20 @@ std::vector<at::Tensor> Runtime::pre_forward(int index, const std::vector<at::Te
 
 void Runtime::gather(DedicatedParamGroup& group, Source source) {
   const c10::InferenceMode normal(false);
+  ++gathers_;
   group.begin_gather(*comms_.gather, gather_stream_, source);
   ledger_->observe();
 }
 
-// Outside the canonical order, and so right only if every rank does it here.
+// Outside the canonical order, and so right only if every rank does it here: after as many gathers, or another group's
+// weights would arrive in these buffers.
 void Runtime::gather_again(DedicatedParamGroup& group, Source source) {
-  const auto problem = disagreement(*comms_.gather, "again " + group.name());
+  const auto problem = disagreement(*comms_.gather, c10::str("'", group.name(), "' after ", gathers_, " gathers"));
   TORCH_CHECK(problem.empty(), "[dmuon.runtime] module '", group.name(),
               "' runs again in one pass after its weights were freed, and not on every rank at the same place (",
               problem,
-              "). If ranks repeat it differently, keep its weights for the pass: call "
-              "set_reshard_after_forward(False) on that module on every rank, or dedicate_params(..., "
-              "reshard_after_forward=False).");
+              "). If ranks repeat it differently, keep its weights for the pass: call set_reshard_after_forward(False) "
+              "on that module on every rank, or dedicate_params(..., reshard_after_forward=False).");
   gather(group, source);
 }
 

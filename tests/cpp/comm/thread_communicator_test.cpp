@@ -74,6 +74,25 @@ TEST_P(ThreadCommunicatorSizes, ExchangesTexts) {
   });
 }
 
+TEST_P(ThreadCommunicatorSizes, MeetsApartFromTheOrderOfOtherCalls) {
+  on_threads(ranks_, [&](int rank) {
+    const auto communicator = make_thread_communicator(world_, rank);
+    const auto segments = segments_of(rank, ranks_, at::kFloat);
+    Pending before;
+    if (rank % 2 == 0) before = communicator->broadcast(segments);
+    for (int meeting = 0; meeting < 3; ++meeting) {
+      const auto texts = communicator->meet(c10::str("rank ", rank, ", meeting ", meeting));
+      ASSERT_EQ(texts.size(), static_cast<size_t>(ranks_));
+      for (int peer = 0; peer < ranks_; ++peer) {
+        EXPECT_EQ(texts[static_cast<size_t>(peer)], c10::str("rank ", peer, ", meeting ", meeting));
+      }
+    }
+    if (rank % 2 == 1) communicator->broadcast(segments).wait();
+    before.wait();
+    EXPECT_EQ(segments[0].buffer[0].item<float>(), 10.0F);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, ThreadCommunicatorSizes, ::testing::Values(1, 2, 3, 4));
 
 TEST(ThreadCommunicator, CallsDepositAndOnlyWaitBlocks) {
@@ -148,6 +167,17 @@ TEST(ThreadCommunicator, ThrowsWhenAPeerNeverCalls) {
   const auto errors = errors_of([](Communicator&) {});
   EXPECT_THAT(errors[0], HasSubstr("waited 300 ms for its peers"));
   EXPECT_EQ(errors[1], "");
+}
+
+TEST(ThreadCommunicator, ThrowsWhenAPeerNeverComesToMeet) {
+  const auto world = make_thread_world(2, std::chrono::milliseconds(300));
+  const auto errors = errors_on_threads(2, [&](int rank) {
+    const auto communicator = make_thread_communicator(world, rank);
+    const std::vector<OwnerSegment> segments{{0, at::full({4}, rank + 1, at::kFloat)}};
+    if (rank == 0) (void)communicator->meet("alone");
+    communicator->broadcast(segments).wait();
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("waited 300 ms for its peers")));
 }
 
 TEST(ThreadCommunicator, IsBrokenAfterAnError) {

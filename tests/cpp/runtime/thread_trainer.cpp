@@ -4,31 +4,31 @@
 #include <mutex>
 
 #include "comm/thread_ranks.h"
+#include "dmuon/reproducible_communicator.h"
 #include "dmuon/thread_communicator.h"
 #include "runtime/trainer.h"
 
 namespace dmuon {
 namespace {
 
-constexpr auto kTimeout = std::chrono::seconds(10);
-
 using Worlds = std::vector<std::shared_ptr<ThreadWorld>>;
 
-Worlds make_worlds(int count, int ranks) {
+Worlds make_worlds(int count, int ranks, std::chrono::milliseconds timeout) {
   Worlds worlds;
-  for (int i = 0; i < count; ++i) worlds.push_back(make_thread_world(ranks, kTimeout));
+  for (int i = 0; i < count; ++i) worlds.push_back(make_thread_world(ranks, timeout));
   return worlds;
 }
 
 struct Shared {
   Shared(const TrainSetup& setup, int steps)
-      : gather(make_worlds(setup.replicas, setup.shards())),
-        reduce(make_worlds(setup.replicas, setup.shards())),
-        replicate(make_worlds(setup.shards(), setup.replicas)),
-        rest(make_thread_world(setup.ranks, kTimeout)) {
+      : gather(make_worlds(setup.replicas, setup.shards(), setup.timeout)),
+        reduce(make_worlds(setup.replicas, setup.shards(), setup.timeout)),
+        replicate(make_worlds(setup.shards(), setup.replicas, setup.timeout)),
+        rest(make_thread_world(setup.ranks, setup.timeout)) {
     trained.traffic.resize(static_cast<size_t>(steps));
     trained.replicate_traffic.resize(static_cast<size_t>(steps));
     trained.stepped.resize(static_cast<size_t>(steps));
+    trained.gradients.resize(static_cast<size_t>(steps));
   }
   Worlds gather;     // [replicas]
   Worlds reduce;     // [replicas]
@@ -40,8 +40,15 @@ struct Shared {
 
 using Recorder = std::shared_ptr<RecordingCommunicator>;
 
-Recorder record(const Worlds& worlds, int world, int rank) {
-  return std::make_shared<RecordingCommunicator>(make_thread_communicator(worlds[static_cast<size_t>(world)], rank));
+// `axis`: 0 gathers, 1 reductions, 2 replicas.
+Recorder record(const TrainSetup& setup, const Worlds& worlds, int axis, int rank) {
+  const int shard = rank % setup.shards();
+  const int replica = rank / setup.shards();
+  const auto& world = worlds[static_cast<size_t>(axis == 2 ? shard : replica)];
+  auto communicator = make_thread_communicator(world, axis == 2 ? replica : shard);
+  if (setup.decorate) communicator = setup.decorate(std::move(communicator), 3 * rank + axis);
+  if (setup.reproducible) communicator = std::make_shared<ReproducibleCommunicator>(std::move(communicator));
+  return std::make_shared<RecordingCommunicator>(std::move(communicator));
 }
 
 void move_stats(RecordingCommunicator& from, CommStats& to) {
@@ -58,6 +65,7 @@ DedicateOptions dedicate_options(const TrainSetup& setup) {
   if (setup.param_dtype) options.runtime.reduce_dtype = setup.shape.dtype;
   options.runtime.cast_forward_inputs = setup.param_dtype.has_value();
   options.runtime.reshard_after_forward = setup.reshard_after_forward;
+  options.runtime.reproducible = setup.reproducible;
   if (setup.small_matrix_threshold) options.plan.small_matrix_threshold = *setup.small_matrix_threshold;
   return options;
 }
@@ -70,9 +78,9 @@ class ThreadRank final : public Trainer {
         shared_(shared),
         rank_(rank),
         model_(setup.shape, rank == 0 ? setup.seed : setup.seed + 77 + static_cast<std::uint64_t>(rank)),
-        gather_(record(shared.gather, rank / setup.shards(), rank % setup.shards())),
-        reduce_(record(shared.reduce, rank / setup.shards(), rank % setup.shards())),
-        replicate_(record(shared.replicate, rank % setup.shards(), rank / setup.shards())),
+        gather_(record(setup, shared.gather, 0, rank)),
+        reduce_(record(setup, shared.reduce, 1, rank)),
+        replicate_(record(setup, shared.replicate, 2, rank)),
         rest_(make_thread_communicator(shared.rest, rank)),
         runtime_(dedicate(model_.hook_modules(), {gather_, reduce_, setup.replicas > 1 ? replicate_ : nullptr},
                           dedicate_options(setup))) {
@@ -118,15 +126,14 @@ class ThreadRank final : public Trainer {
     for (const auto& param : runtime_->params()) {
       const auto gradient = param->reduced_grad();
       if (!gradient.defined()) continue;
-      note_stepped(param->name());
+      note_stepped(param->name(), gradient);
       if (!setup_.muon) sgd(param->registered(), gradient);
       auto& momentum = momenta_[param->name()];
       if (!momentum.defined()) momentum = at::zeros_like(gradient);
       matrices.push_back({param->name(), param->registered(), gradient, momentum});
     }
     if (setup_.muon) static_cast<void>(muon_step(matrices, muon_options()));
-    average_gradients(*rest_, rest_weights_);
-    for (const auto& weight : rest_weights_) sgd(weight, weight.grad());
+    if (setup_.trains_rest) step_rest();
     discard_gradients();
     for (const auto& group : runtime_->groups()) runtime_->publish(group->index());
     count_traffic();
@@ -139,6 +146,7 @@ class ThreadRank final : public Trainer {
     for (const auto& param : runtime_->params()) {
       if (param->is_owner()) shared_.trained.weights[param->name()] = param->registered().detach().clone();
     }
+    for (const auto& [name, momentum] : momenta_) shared_.trained.momenta[name] = momentum;
     for (const auto& [name, weight] : model_.rest()) {
       const auto place = shared_.trained.weights.emplace(name, weight.detach().clone()).first;
       EXPECT_TRUE(at::equal(place->second, weight)) << name << " differs between ranks";
@@ -146,8 +154,14 @@ class ThreadRank final : public Trainer {
   }
 
  private:
-  void note_stepped(const std::string& name) {
+  void step_rest() {
+    average_gradients(*rest_, rest_weights_);
+    for (const auto& weight : rest_weights_) sgd(weight, weight.grad());
+  }
+
+  void note_stepped(const std::string& name, const at::Tensor& gradient) {
     const std::lock_guard<std::mutex> lock(shared_.mutex);
+    shared_.trained.gradients[static_cast<size_t>(step_)][name] = gradient.clone();
     shared_.trained.stepped[static_cast<size_t>(step_)].insert(name);
   }
 

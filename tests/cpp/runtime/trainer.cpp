@@ -10,7 +10,7 @@
 namespace dmuon {
 namespace {
 
-using Gradients = std::map<std::string, at::Tensor>;
+using Tensors = std::map<std::string, at::Tensor>;
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
 class Alone final : public Trainer {
@@ -51,7 +51,7 @@ class Alone final : public Trainer {
 
   /// This rank is done with its step: each of its synchronised backwards joins those of the ranks before.
   void collect() {
-    sums_.resize(std::max(sums_.size(), rounds_.size()), std::vector<Gradients>(static_cast<size_t>(setup_.replicas)));
+    sums_.resize(std::max(sums_.size(), rounds_.size()), std::vector<Tensors>(static_cast<size_t>(setup_.replicas)));
     const auto row = static_cast<size_t>(rank_ / setup_.shards());
     for (size_t round = 0; round < rounds_.size(); ++round) {
       for (const auto& [name, gradient] : rounds_[round]) add_to(sums_[round][row][name], gradient);
@@ -62,9 +62,9 @@ class Alone final : public Trainer {
 
   /// The mean over the ranks of every round, summed over the rounds.
   std::set<std::string> step() {
-    Gradients means;
+    Tensors means;
     for (const auto& rows : sums_) {
-      Gradients sums;
+      Tensors sums;
       for (const auto& row : rows) {
         for (const auto& [name, sum] : row) add_to(sums[name], sum);
       }
@@ -78,7 +78,7 @@ class Alone final : public Trainer {
       setup_.muon ? muon(name, weight, means[name]) : sgd(weight, means[name]);
     }
     for (const auto& [name, weight] : rest_) {
-      if (rest_sums_.count(name)) sgd(weight, rest_sums_[name] / setup_.ranks);
+      if (setup_.trains_rest && rest_sums_.count(name)) sgd(weight, rest_sums_[name] / setup_.ranks);
     }
     rest_sums_.clear();
     return stepped;
@@ -96,8 +96,8 @@ class Alone final : public Trainer {
     total = total.defined() ? total + gradient : gradient;
   }
 
-  static Gradients take_gradients(const Named& parameters) {
-    Gradients gradients;
+  static Tensors take_gradients(const Named& parameters) {
+    Tensors gradients;
     for (const auto& [name, weight] : parameters) {
       if (weight.grad().defined()) gradients[name] = weight.grad();
       weight.mutable_grad() = at::Tensor();
@@ -122,11 +122,19 @@ class Alone final : public Trainer {
   int rank_ = 0;
   int step_ = 0;
   bool sync_ = true;
-  std::vector<Gradients> rounds_;             // [synchronised backwards] of this rank and step
-  std::vector<std::vector<Gradients>> sums_;  // [synchronised backwards][replicas] over the ranks so far
-  Gradients rest_sums_;                       // over the ranks so far, of all backwards together
+  std::vector<Tensors> rounds_;             // [synchronised backwards] of this rank and step
+  std::vector<std::vector<Tensors>> sums_;  // [synchronised backwards][replicas] over the ranks so far
+  Tensors rest_sums_;                       // over the ranks so far, of all backwards together
   std::map<std::string, at::Tensor> momenta_;
 };
+
+void expect_same_bits(const Tensors& a, const Tensors& b, const char* what) {
+  EXPECT_EQ(a.size(), b.size()) << "tensors of kind " << what;
+  const auto bytes = [](const at::Tensor& tensor) { return tensor.contiguous().view(at::kByte); };
+  for (const auto& [name, tensor] : a) {
+    EXPECT_TRUE(b.count(name) && at::equal(bytes(tensor), bytes(b.at(name)))) << what << " of " << name << " differs";
+  }
+}
 
 }  // namespace
 
@@ -172,6 +180,16 @@ double relative_error(const Trained& a, const Trained& b) {
     worst = std::max(worst, (difference.norm() / weight.to(at::kDouble).norm()).item<double>());
   }
   return worst;
+}
+
+void expect_same_bits(const Trained& a, const Trained& b) {
+  EXPECT_EQ(a.stepped, b.stepped);
+  expect_same_bits(a.weights, b.weights, "weight");
+  expect_same_bits(a.momenta, b.momenta, "momentum");
+  ASSERT_EQ(a.gradients.size(), b.gradients.size());
+  for (size_t step = 0; step < a.gradients.size(); ++step) {
+    expect_same_bits(a.gradients[step], b.gradients[step], "gradient");
+  }
 }
 
 double expect_parity(const TrainSetup& setup, int steps, const Body& body) {

@@ -4,6 +4,7 @@
 // formulas written out; it shares no code with the runtime.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <optional>
@@ -15,6 +16,9 @@
 
 namespace dmuon {
 
+/// Wraps a communicator of a thread rank; `number` is different for every communicator of every rank.
+using Decorate = std::function<CommunicatorPtr(CommunicatorPtr communicator, int number)>;
+
 struct TrainSetup {
   ToyShape shape;
   int ranks = 2;     ///< in all; rank r has shard coordinate r % shards() and replicate coordinate r / shards()
@@ -24,6 +28,10 @@ struct TrainSetup {
   bool muon = true;                           ///< false: SGD, for masters that are not fp32
   std::uint64_t seed = 1;
   std::optional<std::int64_t> small_matrix_threshold = 0;  ///< 0: every matrix is placed by itself
+  bool trains_rest = true;                                 ///< false: what is not dedicated keeps its initial values
+  bool reproducible = false;                               ///< of thread ranks: sums in a fixed tree
+  Decorate decorate{};                                     ///< unset: none
+  std::chrono::milliseconds timeout = std::chrono::seconds(10);  ///< of waits for other thread ranks
 
   [[nodiscard]] int shards() const { return ranks / replicas; }
 };
@@ -57,10 +65,12 @@ class Trainer {
 using Body = std::function<void(Trainer& trainer, int step)>;
 
 struct Trained {
-  std::map<std::string, at::Tensor> weights;   ///< full weights at the end
-  std::vector<CommStats> traffic;              ///< [steps] of gathers and stage 1, summed over ranks
-  std::vector<CommStats> replicate_traffic;    ///< [steps] of stage 2 and publishes, summed over ranks
-  std::vector<std::set<std::string>> stepped;  ///< [steps] dedicated matrices that had a gradient
+  std::map<std::string, at::Tensor> weights;                 ///< full weights at the end
+  std::map<std::string, at::Tensor> momenta;                 ///< of thread ranks, at the end
+  std::vector<std::map<std::string, at::Tensor>> gradients;  ///< [steps] mean gradients that thread ranks stepped with
+  std::vector<CommStats> traffic;                            ///< [steps] of gathers and stage 1, summed over ranks
+  std::vector<CommStats> replicate_traffic;                  ///< [steps] of stage 2 and publishes, summed over ranks
+  std::vector<std::set<std::string>> stepped;                ///< [steps] dedicated matrices that had a gradient
 };
 
 [[nodiscard]] Trained train_on_threads(const TrainSetup& setup, int steps, const Body& body);
@@ -68,6 +78,9 @@ struct Trained {
 
 /// Largest over the weights of |a - b| / |b|.
 [[nodiscard]] double relative_error(const Trained& a, const Trained& b);
+
+/// Expects equal bits in weights, momenta and gradients.
+void expect_same_bits(const Trained& a, const Trained& b);
 
 /// Trains both ways and expects equal weights (1e-6 relative, and 1e-12 for fp64) and equal sets of stepped matrices.
 /// Returns the error.
