@@ -64,8 +64,8 @@ class Contender:
 
 
 def build(name: str, mesh: DeviceMesh, config: LlamaConfig, root_only: bool) -> Contender:
-    """`name`: adamw or muon, then z2 or z3."""
-    kind, mode = name.split("_")
+    """`name`: adamw or muon, then z2 or z3, then maybe reproducible."""
+    kind, mode, *rest = name.split("_")
     z3 = mode == "z3"
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
@@ -73,7 +73,12 @@ def build(name: str, mesh: DeviceMesh, config: LlamaConfig, root_only: bool) -> 
         model = Llama(config)
     if kind == "muon":
         dmuon.dedicate_params(
-            model, mesh, lambda n, p: p.ndim == 2 and "layers" in n, reshard_after_forward=z3, mp_policy=POLICY
+            model,
+            mesh,
+            lambda n, p: p.ndim == 2 and "layers" in n,
+            reshard_after_forward=z3,
+            mp_policy=POLICY,
+            reproducible=rest == ["reproducible"],
         )
     if not root_only or kind == "adamw":
         for layer in model.layers:
@@ -162,12 +167,11 @@ def report(contenders: list[Contender], tokens: torch.Tensor, out: Path | None, 
             "peak_gib": c.peak_bytes / 2**30,
             "synchronising_calls": calls,
         }
-    for mode in ("z2", "z3"):
-        if f"adamw_{mode}" in rows and f"muon_{mode}" in rows:
-            pairs = zip(
-                by_name(contenders, f"muon_{mode}").steps, by_name(contenders, f"adamw_{mode}").steps, strict=True
-            )
-            rows[f"muon_{mode}"]["ratio_to_adamw"] = statistics.median(m / a for m, a in pairs)
+    for name, row in rows.items():
+        other = "adamw_" + name.split("_")[1]
+        if name != other and other in rows:
+            pairs = zip(by_name(contenders, name).steps, by_name(contenders, other).steps, strict=True)
+            row["ratio_to_adamw"] = statistics.median(m / a for m, a in pairs)
     return rows
 
 

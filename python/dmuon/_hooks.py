@@ -2,43 +2,69 @@
 
 import dataclasses
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ._handles import Dedication, Site
 
 _ATTRIBUTE = "_dmuon_hooks"
+_ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """All tensors in nested tuples, lists, mappings and dataclasses."""
+    found = [] if found is None else found
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
+    elif type(value) in _ATOMS:
+        pass
     elif isinstance(value, Mapping):
         for entry in value.values():
-            yield from tensors_in(entry)
+            tensors_in(entry, found)
     elif isinstance(value, (tuple, list)):
         for entry in value:
-            yield from tensors_in(entry)
+            tensors_in(entry, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for entry in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, entry.name, None))
+            tensors_in(getattr(value, entry.name, None), found)
+    return found
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """pytree's map over tensors; several times quicker for the containers that modules are usually called with."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, entry) for entry in value])
+    if kind is dict:
+        return {key: map_tensors(function, entry) for key, entry in value.items()}
+    return tree_map_only(torch.Tensor, function, value)
 
 
 def _eager(function: Callable) -> Callable:
-    """Hooks never enter a compiled graph."""
-    return torch._dynamo.disable(function, recursive=True)
+    """Hooks never enter a compiled graph.  Where nothing is being compiled they are called without a detour."""
+    disabled = torch._dynamo.disable(function, recursive=True)
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return hook
 
 
-def _outputs_of(module: nn.Module, output: Any) -> list[torch.Tensor]:
-    """The output's tensors.  Raises RuntimeError for one that FSDP2 would overlook: it would lose gradients."""
-    tensors = list(tensors_in(output))
+def _check_fsdp2_sees(module: nn.Module, output: Any, tensors: list[torch.Tensor]) -> None:
+    """Raises RuntimeError for a tensor in the output that FSDP2 would overlook: it would lose gradients."""
     if isinstance(module, FSDPModule) and not isinstance(output, torch.Tensor):
         seen = {id(leaf) for leaf in tree_leaves(output)}
         if any(tensor.requires_grad and id(tensor) not in seen for tensor in tensors):
@@ -47,7 +73,6 @@ def _outputs_of(module: nn.Module, output: Any) -> list[torch.Tensor]:
                 "and FSDP2 would not gather and reduce its parameters for them. Register the class "
                 "(torch.utils._pytree.register_dataclass or register_pytree_node), or return a tuple or dict."
             )
-    return tensors
 
 
 class RootHooks:
@@ -55,13 +80,20 @@ class RootHooks:
 
     def __init__(self, dedication: Dedication) -> None:
         self.dedication = dedication
+        self.depth = 0
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self.dedication.runtime.begin_forward()
+        self.depth += 1
         return args, kwargs
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        self.dedication.runtime.end_forward(_outputs_of(module, output))
+        """As GroupHooks.leave."""
+        if self.depth > 0:
+            self.depth -= 1
+            outputs = tensors_in(output)
+            self.dedication.runtime.end_forward(outputs)
+            _check_fsdp2_sees(module, output, outputs)
         return output
 
 
@@ -71,65 +103,77 @@ class GroupHooks:
     def __init__(self, dedication: Dedication, index: int, sites: list[Site], output_dtype: torch.dtype | None) -> None:
         self.dedication = dedication
         self.index = index
-        self.sites = sites
+        # The dict of a module's parameters, not the module: hooks are part of it and must not keep it alive.
+        self.sites = [
+            (site.module._parameters, site.attribute, dedication.unsharded[site.index], dedication.params[site.index])
+            for site in sites
+        ]
         self.output_dtype = output_dtype
+        self.pre_forward = dedication.runtime.pre_forward  # looking a method up costs more than calling it
+        self.post_forward = dedication.runtime.post_forward
         self.depth = 0
         self.in_backward = False
         """Whether the modules hold unsharded parameters for the backward that runs."""
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        inputs: list[torch.Tensor] = []
+        map_tensors(lambda tensor: inputs.append(tensor) or tensor, (args, kwargs))
         self._check_sites()
-        leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        outputs = self.dedication.runtime.pre_forward(self.index, [leaves[i] for i in places])
-        for i, output in zip(places, outputs, strict=True):
-            leaves[i] = output
         self.depth += 1
-        self._register(self.dedication.unsharded)
-        return tree_unflatten(leaves, spec)
+        outputs = self.pre_forward(self.index, inputs)
+        self._show()
+        if all(map(operator.is_, outputs, inputs)):
+            return args, kwargs
+        following = iter(outputs)
+        return map_tensors(lambda _: next(following), (args, kwargs))
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Also called when the forward raised, with no output."""
-        self.depth = max(0, self.depth - 1)
+        """Also called when the forward raised, with no output, and when something raised before `enter`."""
+        if self.depth == 0:
+            return output
+        self.depth -= 1
         self._hide()
-        outputs = _outputs_of(module, output)
-        self.dedication.runtime.post_forward(self.index, outputs)
+        outputs = tensors_in(output)
+        self.post_forward(self.index, outputs)
+        _check_fsdp2_sees(module, output, outputs)
         if torch.is_grad_enabled():
             for tensor in outputs:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._pre_backward)
         if self.output_dtype is not None:
-            return tree_map_only(torch.Tensor, self._cast_output, output)
+            return map_tensors(self._cast_output, output)
         return output
 
     def _pre_backward(self, gradient: torch.Tensor) -> None:
         """A checkpoint inside the module's forward runs parts of it again in backward, without our forward hooks."""
         if not self.in_backward:
             self.in_backward = True
-            self._register(self.dedication.unsharded)
+            self._show()
             _OpenBackward.of(self.dedication).groups.append(self)
 
     def end_backward(self) -> None:
         self.in_backward = False
         self._hide()
 
-    def _hide(self) -> None:
-        if self.depth == 0 and not self.in_backward:
-            self._register([param.parameter for param in self.dedication.params])
+    def _show(self) -> None:
+        """The modules hold unsharded parameters."""
+        for parameters, attribute, unsharded, _ in self.sites:
+            parameters[attribute] = unsharded
 
-    def _register(self, parameters: list[nn.Parameter]) -> None:
-        for site in self.sites:
-            site.module._parameters[site.attribute] = parameters[site.index]
+    def _hide(self) -> None:
+        """They hold the registered ones again, unless somebody still runs inside."""
+        if self.depth == 0 and not self.in_backward:
+            for parameters, attribute, _, param in self.sites:
+                parameters[attribute] = param.parameter
 
     def _check_sites(self) -> None:
-        params, unsharded = self.dedication.params, self.dedication.unsharded
-        for site in self.sites:
-            held = site.module._parameters.get(site.attribute)
-            if held is not params[site.index].parameter and held is not unsharded[site.index]:
+        for parameters, attribute, unsharded, param in self.sites:
+            held = parameters.get(attribute)
+            if held is not param.parameter and held is not unsharded:
                 raise RuntimeError(
-                    f"[dmuon] parameter {params[site.index].name!r} was replaced after dedicate_params (assignment of "
-                    "a new Parameter, pruning, parametrization): training would use neither the one nor the other. "
-                    "Replace it before dedicate_params; to change values, copy into the owner's parameter and call "
+                    f"[dmuon] parameter {param.name!r} was replaced after dedicate_params (assignment of a new "
+                    "Parameter, pruning, parametrization): training would use neither the one nor the other. Replace "
+                    "it before dedicate_params; to change values, copy into the owner's parameter and call "
                     "dmuon.publish(model)."
                 )
 

@@ -177,8 +177,11 @@ def test_a_replaced_parameter_is_refused(mesh, rank, how):
         mix.weight = torch.zeros(16, 16, device=mesh.device_type)
     else:
         torch.nn.utils.parametrize.register_parametrization(mix, "weight", nn.Identity())
-    with pytest.raises(RuntimeError, match=r"'layers\.1\.mix\.weight' was replaced after dedicate_params"):
-        model(batch(0, rank))
+    held = mix.weight
+    for _ in range(2):  # the error changes nothing
+        with pytest.raises(RuntimeError, match=r"'layers\.1\.mix\.weight' was replaced after dedicate_params"):
+            model(batch(0, rank))
+        assert how == "parametrize" or mix.weight is held
 
 
 def test_pruning_before_dedication_trains(mesh, rank):
@@ -250,3 +253,16 @@ def test_a_destroyed_process_group_is_reported(mesh, world_size):
     dist.destroy_process_group(group)
     with pytest.raises(RuntimeError, match="has been destroyed.*call dedicate_params again"):
         model(torch.ones(1, 6, device=mesh.device_type))
+
+
+def test_freezing_different_matrices_on_each_rank_is_refused(mesh, rank, world_size):
+    if world_size == 1:
+        pytest.skip("needs two ranks to differ")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
+    dmuon.dedicate_params(model, mesh, lambda n, p: True, hook_boundary_predicate=lambda m: m is model)
+    model[rank % 4].weight.requires_grad_(False)
+    with pytest.raises(
+        RuntimeError, match="requires_grad of matrices of group '' was changed, and not in the same way"
+    ):
+        model(torch.ones(1, 6, device=mesh.device_type)).sum().backward()
