@@ -17,13 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dmuon
 
 PROGRAM = Path(__file__).resolve().parents[2] / "build/release/tests/cpp/dmuon_dump_training"
-LAYERS, WIDTH, HIDDEN, ROWS = 4, 24, 56, 8
+LAYERS, WIDTH, HIDDEN, ROWS = 4, 24, 56, 64
 STEPS = 4
 
 
 def waves(shape: tuple[int, int], step: float, shift: float, scale: float) -> torch.Tensor:
     indices = torch.arange(shape[0] * shape[1], dtype=torch.float64)
-    return (scale * torch.sin(step * indices + shift)).float().view(shape)
+    return (scale * torch.sin(step * indices * indices + shift)).float().view(shape)
 
 
 class Layer(nn.Module):
@@ -53,7 +53,7 @@ def train(mesh, rank: int, z3: bool, bf16: bool) -> list[dmuon.DedicatedParam]:
     model = Model()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
     dmuon.dedicate_params(model, mesh, lambda n, p: True, reshard_after_forward=z3, mp_policy=policy)
-    optimizer = dmuon.Muon(model, lr=0.01, weight_decay=0.01)
+    optimizer = dmuon.Muon(model, lr=0.002, weight_decay=0.01)
     for step in range(STEPS):
         x = waves((ROWS, WIDTH), 0.37 + 0.11 * rank, 1.3 * step, 1.0).to(mesh.device_type)
         model(x).float().pow(2).mean().backward()
@@ -83,13 +83,11 @@ def train_in_cpp(folder: Path, world_size: int, z3: bool, bf16: bool) -> list[to
 @pytest.mark.skipif(not PROGRAM.exists(), reason=f"needs {PROGRAM.name}, which `make test-cpp` builds")
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("z3", [False, True], ids=["z2", "z3"])
-def test_cpp_trains_the_same_matrices(mesh, rank, world_size, z3, bf16, tmp_path, record_property):
+def test_cpp_trains_the_same_matrices(mesh, rank, world_size, z3, bf16, tmp_path):
     if mesh.device_type != "cpu":
         pytest.skip("thread ranks are CPU only")
     expected = train_in_cpp(tmp_path, world_size, z3, bf16)
-    worst = 0.0
     for param, value in zip(train(mesh, rank, z3, bf16), expected, strict=True):
         if param.is_owner:
-            worst = max(worst, relative_error(param.parameter.detach(), value))
-    record_property("worst_error", worst)
-    assert worst <= 1e-6
+            error = relative_error(param.parameter.detach(), value)
+            assert error <= 1e-6, f"{param.name}: relative error {error:.2e}"

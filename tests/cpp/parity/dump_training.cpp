@@ -4,7 +4,7 @@
 // usage: dmuon_dump_training RANKS z2|z3 fp32|bf16 STEPS FILE
 //
 // The file is the matrices in order (layers.0.up, layers.0.down, layers.1.up, ...), row by row, raw float32.  All
-// initial values and data are closed forms of indices.  Muon: lr 0.01, weight decay 0.01.
+// initial values and data are closed forms of indices.  Muon: lr 0.002, weight decay 0.01.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -24,7 +24,7 @@ namespace {
 constexpr int kLayers = 4;
 constexpr std::int64_t kWidth = 24;
 constexpr std::int64_t kHidden = 56;
-constexpr std::int64_t kRows = 8;
+constexpr std::int64_t kRows = 64;
 
 struct Arguments {
   int ranks;
@@ -34,10 +34,11 @@ struct Arguments {
   std::string path;
 };
 
-/// [rows, cols], fp32: entry i of the flattened tensor is scale * sin(step * i + shift), computed in fp64.
+/// [rows, cols], fp32: entry i of the flattened tensor is scale * sin(step * i * i + shift), computed in fp64.  Without
+/// the square the matrix has rank two, and Newton-Schulz magnifies the rounding errors in the rest of its gradient.
 at::Tensor waves(std::int64_t rows, std::int64_t cols, double step, double shift, double scale) {
   const auto indices = at::arange(rows * cols, at::TensorOptions(at::kDouble));
-  return (scale * at::sin(step * indices + shift)).to(at::kFloat).view({rows, cols});
+  return (scale * at::sin(step * indices * indices + shift)).to(at::kFloat).view({rows, cols});
 }
 
 at::Tensor inputs(int rank, int step) { return waves(kRows, kWidth, 0.37 + 0.11 * rank, 1.3 * step, 1.0); }
@@ -89,7 +90,7 @@ dmuon::DedicateOptions dedicate_options(const Arguments& arguments) {
 
 dmuon::MuonOptions muon_options() {
   dmuon::MuonOptions options;
-  options.lr = 0.01;
+  options.lr = 0.002;  // so that the order of sums, magnified by Newton-Schulz, stays near 1e-7 of a weight
   options.weight_decay = 0.01;
   options.ns = dmuon::make_ns_options("gram", 5, "polar_express");
   return options;
