@@ -176,7 +176,7 @@ SYNC_TOO = [plain, layer_skipped, evaluation_between]
 WITH_REPLICAS = [(loop, True) for loop in LOOPS] + [(loop, False) for loop in SYNC_TOO]
 
 
-@pytest.mark.parametrize("case", enumerate(WITH_REPLICAS), ids=lambda case: f"{case[1][0].__name__}-{case[1][1]}")
+@pytest.mark.parametrize("case", list(enumerate(WITH_REPLICAS)), ids=lambda case: f"{case[1][0].__name__}-{case[1][1]}")
 def test_loop_with_replicas(hsdp_mesh, rank, world_size, case):
     """Z3 and Z2 in turn; that async and sync agree in every bit is shown elsewhere."""
     index, (loop, replicate_async) = case

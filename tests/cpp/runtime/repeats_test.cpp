@@ -116,8 +116,8 @@ TEST(Repeats, OnSomeRanksAtFirstNameTheModule) {
 
 TEST(Repeats, OfDifferentModulesAtFirstNameBoth) {
   const auto error = error_of(make_setup(2), on_routes({{0, 1, 1, 2, 3}, {1, 0, 0, 2, 3}}));
-  EXPECT_THAT(error, AllOf(HasSubstr(on_rank(0, "blocks.1")), HasSubstr("another rank repeats 'blocks.0'"),
-                           HasSubstr(on_rank(1, "blocks.0")), HasSubstr("another rank repeats 'blocks.1'")));
+  EXPECT_THAT(error, AllOf(HasSubstr(on_rank(0, "blocks.1")), HasSubstr("rank 1 says ''blocks.0'"),
+                           HasSubstr(on_rank(1, "blocks.0")), HasSubstr("rank 0 says ''blocks.1'")));
 }
 
 // Rank 1 repeats when it has issued more gathers: the extra one would take the place of another module's.
