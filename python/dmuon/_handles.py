@@ -1,7 +1,8 @@
 """What users and the package hold of the C++ runtime: a matrix, a group, and a model's dedication."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -77,6 +78,8 @@ class Dedication:
     groups: list[DedicatedParamGroup]
     unsharded: list[nn.Parameter]
     sites: list[Site] = field(default_factory=list)
+    backward: Callable[[], Any] = lambda: None
+    """The open backward of the model's hooks, or None."""
 
     def communicators(self) -> list[torch.ScriptObject]:
         """Those that exist."""

@@ -1,6 +1,7 @@
 """Module surgery: which parameter a module holds when, and the calls into the C++ runtime around each forward."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ class GroupHooks:
         self.sites = sites
         self.output_dtype = output_dtype
         self.depth = 0
+        self.in_backward = False
+        """Whether the modules hold unsharded parameters for the backward that runs."""
 
     def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(_eager(self.pre_forward), with_kwargs=True)
@@ -58,12 +61,31 @@ class GroupHooks:
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Also called when the forward raised, with no output."""
         self.depth = max(0, self.depth - 1)
-        if self.depth == 0:
-            self._register([param.parameter for param in self.dedication.params])
-        self.dedication.runtime.post_forward(self.index, list(tensors_in(output)))
+        self._hide()
+        tensors = list(tensors_in(output))
+        self.dedication.runtime.post_forward(self.index, tensors)
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._pre_backward)
         if self.output_dtype is not None:
             return tree_map_only(torch.Tensor, self._cast_output, output)
         return output
+
+    def _pre_backward(self, gradient: torch.Tensor) -> None:
+        """A checkpoint inside the module's forward runs parts of it again in backward, without our forward hooks."""
+        if not self.in_backward:
+            self.in_backward = True
+            self._register(self.dedication.unsharded)
+            _OpenBackward.of(self.dedication).groups.append(self)
+
+    def end_backward(self) -> None:
+        self.in_backward = False
+        self._hide()
+
+    def _hide(self) -> None:
+        if self.depth == 0 and not self.in_backward:
+            self._register([param.parameter for param in self.dedication.params])
 
     def _register(self, parameters: list[nn.Parameter]) -> None:
         for site in self.sites:
@@ -71,6 +93,30 @@ class GroupHooks:
 
     def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.output_dtype) if tensor.is_floating_point() else tensor
+
+
+class _OpenBackward:
+    """The groups that a backward has opened.  It lives as long as autograd's graph task, so it ends with a failed one
+    too.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[GroupHooks] = []
+
+    @staticmethod
+    def of(dedication: Dedication) -> "_OpenBackward":
+        backward = dedication.backward()
+        if backward is None:
+            backward = _OpenBackward()
+            dedication.backward = weakref.ref(backward)
+            torch.autograd.Variable._execution_engine.queue_callback(backward.close)
+        return backward
+
+    def close(self) -> None:
+        while self.groups:
+            self.groups.pop().end_backward()
+
+    __del__ = close
 
 
 def attach_root_begin(model: nn.Module, dedication: Dedication) -> None:

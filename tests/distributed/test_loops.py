@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from reference import TinyModel, batch, loss_of
+from reference import Block, TinyModel, batch, loss_of
 from setup import Setup, align, assert_same, check_invariants, update_tolerance
 from torch.utils.checkpoint import checkpoint
 
@@ -144,6 +144,33 @@ def reference_step(reference, loop: Callable, step: int, world_size: int) -> Non
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loop(mesh, rank, world_size, z3, loop):
     run(mesh, rank, world_size, Setup(z3=z3, make=LoopModel, recipe="b"), loop)
+
+
+class CheckpointingBlock(Block):
+    """Runs its parts again in backward, where no hook of the block itself runs."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(16, 24)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+@pytest.mark.parametrize(
+    "loop",
+    [plain, two_forwards_one_backward, layer_used_twice, checkpoint_not_reentrant, checkpoint_reentrant],
+    ids=lambda loop: loop.__name__,
+)
+def test_checkpoint_inside_a_layer(mesh, rank, world_size, z3, reentrant, loop):
+    def make() -> nn.Module:
+        model = LoopModel()
+        model.layers = nn.ModuleList([CheckpointingBlock(reentrant) for _ in range(4)])
+        return model
+
+    run(mesh, rank, world_size, Setup(z3=z3, make=make, recipe="b"), loop)
 
 
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
@@ -308,7 +335,9 @@ def test_training_goes_on_after_an_exception(mesh, rank, world_size, z3, where):
         with pytest.raises(MemoryError):
             loss(50 + step, rank, on_device).backward()
         handle.remove()
-        assert all(param._reduced_grad is None for param in dmuon.get_dedicated_params(model)[:2])
+        params = dmuon.get_dedicated_params(model)
+        assert all(p is param.parameter for p, param in zip(model.parameters(), params, strict=True))
+        assert all(param._reduced_grad is None for param in params[:2])
         model.zero_grad()
         loss(step, rank, on_device).backward()
         for r in range(world_size):
