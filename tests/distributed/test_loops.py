@@ -192,6 +192,17 @@ def test_compiled_layers(mesh, rank, world_size, z3):
 
 
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+def test_layers_compiled_after_wrapping(mesh, rank, world_size, z3):
+    """With their hooks, which break the graph."""
+
+    def wrap(model: nn.Module) -> None:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+
+    run(mesh, rank, world_size, Setup(z3=z3, make=LoopModel, recipe="b"), plain, wrap)
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 def test_no_sync_keeps_gradients_back_and_sends_nothing(mesh, rank, world_size, z3):
     model, optimizer, reference = Setup(z3=z3, make=LoopModel).build(mesh)
     for step in range(STEPS):
