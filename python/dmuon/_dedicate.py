@@ -67,7 +67,8 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     _check_meshes(mesh, replicate_mesh)
     policy = _policy(mp_policy, compute_dtype)
     device = _device(mesh)
-    gather, replicate = _axes(mesh, replicate_mesh, device, reproducible)
+    gather = _communicator(mesh, "gather", device, False)
+    replicate = None if replicate_mesh is None else _communicator(replicate_mesh, "replicate", device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
     matrices, groups = _agree(gather, replicate, (model, predicate, boundary))
     shape = (mesh.size(), 1 if replicate is None else replicate.size())
@@ -76,7 +77,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     )
 
     _take_first_ranks_values([gather, replicate], model, device)
-    reduce = torch.classes.dmuon.Communicator(_group_for_reductions(mesh).group_name, device, reproducible)
+    reduce = _communicator(mesh, "reduce", device, reproducible)
     slot = (gather.rank(), 0 if replicate is None else replicate.rank())
     registered, unsharded = _make_parameters(matrices, plan, slot, policy.param_dtype, device)
     flags = (policy.cast_forward_inputs, reshard_after_forward, reproducible)
@@ -108,14 +109,15 @@ def _process_groups(*axes: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [axis.get_group() for axis in axes if axis is not None]
 
 
-def _axes(
-    mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, device: torch.device, reproducible: bool
-) -> tuple[torch.ScriptObject, torch.ScriptObject | None]:
-    """Communicators of the shard group's gathers and of the replicate group."""
-    gather = torch.classes.dmuon.Communicator(mesh.get_group().group_name, device, False)
-    if replicate_mesh is None:
-        return gather, None
-    return gather, torch.classes.dmuon.Communicator(replicate_mesh.get_group().group_name, device, reproducible)
+def _communicator(axis: DeviceMesh, purpose: str, device: torch.device, reproducible: bool) -> torch.ScriptObject:
+    """Over a process group of its own, one per mesh object and purpose: its collectives neither queue behind FSDP2's or
+    each other's nor depend on their order.
+    """
+    groups = axis.__dict__.setdefault("_dmuon_groups", {})
+    if purpose not in groups:
+        ranks = dist.get_process_group_ranks(axis.get_group())
+        groups[purpose] = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"dmuon_{purpose}")
+    return torch.classes.dmuon.Communicator(groups[purpose].group_name, device, reproducible)
 
 
 def _policy(mp_policy: MixedPrecisionPolicy | None, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -160,16 +162,6 @@ def _take_first_ranks_values(comms: list[torch.ScriptObject | None], model: nn.M
     for comm in (comm for comm in comms if comm is not None):
         comm.broadcast_from_first([t.detach() for t in tensors.values()], device)
         comm.reset_stats()
-
-
-def _group_for_reductions(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """One per mesh object: reductions never queue behind gathers nor depend on their order."""
-    if "_dmuon_reduce_group" not in mesh.__dict__:
-        ranks = dist.get_process_group_ranks(mesh.get_group())
-        mesh.__dict__["_dmuon_reduce_group"] = dist.new_group(
-            ranks, use_local_synchronization=True, group_desc="dmuon_reduce"
-        )
-    return mesh.__dict__["_dmuon_reduce_group"]
 
 
 def _make_parameters(

@@ -70,7 +70,7 @@ def newton_schulz(x: torch.Tensor, coefficients: list[tuple[float, float, float]
     """Polynomial iteration on one matrix, fp32; `gram` iterates on X X^T with a restart before the third step."""
     transposed = x.shape[0] > x.shape[1]
     x = x.T if transposed else x
-    x = x / x.norm()
+    x = x / x.norm().clamp_min(1e-30)  # a gradient may be zero
     if not gram:
         for a, b, c in coefficients:
             r = x @ x.T
@@ -102,13 +102,19 @@ class MuonSettings:
 class Reference:
     """Trains a copy of `model` on the batches of all ranks."""
 
-    def __init__(self, model: nn.Module, settings: MuonSettings, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: MuonSettings,
+        dtype: torch.dtype | None = None,
+        predicate: Callable[[str, nn.Parameter], bool] = is_matrix,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.dtype = dtype
-        self.matrices = {n: p for n, p in model.named_parameters() if is_matrix(n, p) and p.requires_grad}
-        rest = [p for n, p in model.named_parameters() if not is_matrix(n, p)]
-        self.adamw = torch.optim.AdamW(rest, lr=settings.adamw_lr, weight_decay=0.01, foreach=True)
+        self.matrices = {n: p for n, p in model.named_parameters() if predicate(n, p) and p.requires_grad}
+        rest = [p for n, p in model.named_parameters() if not predicate(n, p)]
+        self.adamw = torch.optim.AdamW(rest, lr=settings.adamw_lr, weight_decay=0.01, foreach=True) if rest else None
         self.momentum: dict[str, torch.Tensor] = {}
 
     def __call__(self, *args, **kwargs):
@@ -145,7 +151,8 @@ class Reference:
             u = newton_schulz(x, s.coefficients(), gram=max(rows, cols) / min(rows, cols) >= 1.3)
             p.mul_(1 - s.lr * s.weight_decay)
             p.sub_(s.lr * 0.2 * max(rows, cols) ** 0.5 * u)
-        self.adamw.step()
+        if self.adamw is not None:
+            self.adamw.step()
 
     def zero_grad(self) -> None:
         self.model.zero_grad()

@@ -1,7 +1,7 @@
 """Builds the same model twice: dedicated and sharded over the mesh, and plain for the reference."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,9 @@ class Setup:
     settings: MuonSettings = field(default_factory=MuonSettings)
     make: Callable[[], nn.Module] = TinyModel
     replicate_async: bool = True
+    predicate: Callable[[str, nn.Parameter], bool] = is_matrix
+    layers: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: model.layers
+    """What recipe a wraps besides the root."""
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -37,7 +40,7 @@ class Setup:
         assignment = dmuon.dedicate_params(
             model,
             mesh.axes["shard"] if hsdp else mesh,
-            is_matrix,
+            self.predicate,
             replicate_mesh=mesh.axes["replicate"] if hsdp else None,
             reshard_after_forward=self.z3,
             mp_policy=policy,
@@ -47,7 +50,7 @@ class Setup:
             dmuon.uninstall_patch()
             kwargs["ignored_params"] = set(assignment)
         if self.recipe != "b":
-            for layer in model.layers:
+            for layer in self.layers(model):
                 fully_shard(layer, **kwargs)
         fully_shard(model, **kwargs)
         dmuon.install_patch()
@@ -56,7 +59,7 @@ class Setup:
     def build(self, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon, Reference]:
         torch.manual_seed(0)
         model = self.make()
-        reference = Reference(copy.deepcopy(model).to(mesh.device_type), self.settings, self.dtype)
+        reference = Reference(copy.deepcopy(model).to(mesh.device_type), self.settings, self.dtype, self.predicate)
         self.wrap(model, mesh)
         s = self.settings
         optimizer = dmuon.Muon(

@@ -3,12 +3,13 @@ in the reference.  Three steps, so that a gradient lost in one step, or left ove
 """
 
 import functools
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
-from reference import TinyModel, batch, loss_of
+from reference import Block, TinyModel, batch, loss_of
 from setup import Setup, align, assert_same, check_invariants, update_tolerance
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -204,6 +205,33 @@ def test_how_a_step_ends(mesh, rank, world_size, way):
             optimizer.zero_grad(set_to_none=not in_place), reference.model.zero_grad(set_to_none=not in_place)
 
 
+class CheckpointingBlock(Block):
+    """Runs its parts again in backward, where no hook of the block itself runs."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(16, 24)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+@pytest.mark.parametrize(
+    "loop",
+    [plain, two_forwards_one_backward, layer_used_twice, checkpoint_not_reentrant, checkpoint_reentrant],
+    ids=lambda loop: loop.__name__,
+)
+def test_checkpoint_inside_a_layer(mesh, rank, world_size, z3, reentrant, loop):
+    def make() -> nn.Module:
+        model = LoopModel()
+        model.layers = nn.ModuleList([CheckpointingBlock(reentrant) for _ in range(4)])
+        return model
+
+    run(mesh, rank, world_size, Setup(z3=z3, make=make, recipe="b"), loop)
+
+
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 def test_compiled_layers(mesh, rank, world_size, z3):
     """Layers compiled in place before wrapping; the hooks stay outside the compiled code."""
@@ -220,6 +248,17 @@ def test_compiled_layers(mesh, rank, world_size, z3):
             return plain
 
     run(mesh, rank, world_size, Setup(z3=z3, make=Compiled, recipe="b"), plain)
+
+
+@pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
+def test_layers_compiled_after_wrapping(mesh, rank, world_size, z3):
+    """With their hooks, which break the graph."""
+
+    def wrap(model: nn.Module) -> None:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+
+    run(mesh, rank, world_size, Setup(z3=z3, make=LoopModel, recipe="b"), plain, wrap)
 
 
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
@@ -253,6 +292,27 @@ def test_fsdp2s_own_control_reaches_dedicated_matrices(mesh, rank, world_size, n
     assert_same(model, reference, tolerance=1e-5, grads=True)
     (optimizer if name == "optimizer" else model).zero_grad()
     assert all(param._reduced_grad is None for param in dmuon.get_dedicated_params(model))
+
+
+@pytest.mark.parametrize("recipe", ["a", "b"])
+def test_a_late_rank_disturbs_nothing(mesh, rank, world_size, recipe):
+    """Its peers offer gathers early; FSDP2's own collectives keep their places all the same."""
+    model, optimizer, reference = Setup(make=LoopModel, recipe=recipe).build(mesh)
+
+    def late(step: int) -> Callable:
+        def hook(gradient: torch.Tensor) -> None:
+            if rank == step % world_size:
+                time.sleep(0.35)  # longer than a host waits before it offers the next gather
+
+        return hook
+
+    for step in range(2):
+        out = model(batch(step, rank), nested=True)
+        out["hidden"][0][3].register_hook(late(step))
+        out["logits"].pow(2).mean().backward()
+        losses = [reference(batch(step, r), nested=True)["logits"].pow(2).mean() for r in range(world_size)]
+        reference.backward(losses, world_size)
+        step_both(mesh, model, optimizer, reference)
 
 
 class Branching(nn.Module):
@@ -378,7 +438,9 @@ def test_training_goes_on_after_an_exception(mesh, rank, world_size, z3, where):
         with pytest.raises(MemoryError):
             loss(50 + step, rank, on_device).backward()
         handle.remove()
-        assert all(param._reduced_grad is None for param in dmuon.get_dedicated_params(model)[:2])
+        params = dmuon.get_dedicated_params(model)
+        assert all(p is param.parameter for p, param in zip(model.parameters(), params, strict=True))
+        assert all(param._reduced_grad is None for param in params[:2])
         model.zero_grad()
         loss(step, rank, on_device).backward()
         for r in range(world_size):
