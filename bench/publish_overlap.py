@@ -33,7 +33,6 @@ class Kernels:
 
     compute: Spans
     publish: Spans
-    other_communication: Spans
     phases: dict[str, tuple[float, float]]
 
 
@@ -68,17 +67,20 @@ def step(model: Llama, optimizer: dmuon.Muon, tokens: torch.Tensor) -> None:
 
 
 def record(model: Llama, optimizer: dmuon.Muon, tokens: torch.Tensor, trace: Path) -> Kernels:
-    """One optimizer step and the forward after it."""
-    forward_backward(model, tokens)
-    torch.cuda.synchronize()
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        with record_function("forward"), torch.no_grad():
-            model(tokens)
+    """From the middle of a step to the middle of the next; the first profile only warms the profiler up."""
+    for _ in range(2):
+        forward_backward(model, tokens)
         torch.cuda.synchronize()
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+            with record_function("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            with record_function("forward"):
+                loss = model(tokens).float().mean()
+            torch.cuda.synchronize()
+        loss.backward()
+        optimizer.zero_grad()
     prof.export_chrome_trace(str(trace))
     return read_trace(trace)
 
@@ -98,7 +100,6 @@ def read_trace(trace: Path) -> Kernels:
     return Kernels(
         spans(lambda name: "nccl" not in name),
         spans(lambda name: "nccl" in name and "Broadcast" in name),
-        spans(lambda name: "nccl" in name and "Broadcast" not in name),
         phases,
     )
 
@@ -147,7 +148,6 @@ def draw(recorded: dict[str, Kernels], path: Path) -> None:
     for axis, (name, kernels) in zip(axes, recorded.items(), strict=True):
         origin = min(start for start, _ in kernels.compute)
         rows = [(kernels.compute, "compute", "#4878a8"), (kernels.publish, "publish", "#d1603d")]
-        rows.append((kernels.other_communication, "FSDP2", "#999999"))
         for row, (spans, _, colour) in enumerate(rows):
             bars = [((start - origin) / 1e3, (end - start) / 1e3) for start, end in union(spans)]
             axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)

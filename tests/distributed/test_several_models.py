@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from reference import MuonSettings, Reference, TinyModel, batch, loss_of
-from setup import assert_same, full_values, update_tolerance
+from setup import align, assert_same, full_values, update_tolerance
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -39,6 +39,8 @@ def check_step(mesh, model, optimizer, reference) -> None:
     optimizer.zero_grad()
     reference.zero_grad()
     assert_same(model, reference, update_tolerance(mesh, 2e-6))
+    if mesh.device_type != "cpu":
+        align(model, reference)
 
 
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
