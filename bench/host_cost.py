@@ -18,24 +18,11 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dmuon
-
-
-def complete_reductions(device: str) -> torch.library.Library:
-    """The fake backend's works never say that they are completed, which dmuon asks of a reduction before it stops the
-    host.  These are completed; dmuon pays for a detour through Python that a real backend does not have.
-    """
-    future = torch.futures.Future()
-    future.set_result(None)
-    work = _create_work_from_future(future).boxed()
-    library = torch.library.Library("c10d", "IMPL")
-    library.impl("reduce_", lambda *_: work, device.upper(), allow_override=True)
-    return library
 
 
 class Layer(nn.Module):
@@ -140,7 +127,6 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    library = complete_reductions(args.device)  # in force as long as it lives
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     mesh = init_device_mesh(args.device, (args.ranks,), mesh_dim_names=("shard",))
     names = ["plain", "fsdp2_z2", "dmuon_z2", "fsdp2_z3", "dmuon_z3"]
@@ -154,7 +140,6 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     dist.destroy_process_group()
-    del library
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   [[nodiscard]] const plan::GroupLayout& layout() const { return layout_; }
   [[nodiscard]] const std::vector<DedicatedParamPtr>& params() const { return params_; }
   [[nodiscard]] const DedicatedParamPtr& param_of(int matrix) const { return members_[static_cast<size_t>(matrix)]; }
+  /// Where `params` has the matrix of a plan index.
+  [[nodiscard]] size_t position_of(int matrix) const { return positions_[static_cast<size_t>(matrix)]; }
   [[nodiscard]] GroupState state() const { return state_; }
   /// The layout of what is reduced: the matrices that were trainable when `follow_trainable` was last called.
   [[nodiscard]] const plan::GroupLayout& reduce_layout() const { return reduce_layout_; }
@@ -100,6 +102,7 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   std::vector<bool> trainable_;  ///< [plan matrices]
   std::vector<DedicatedParamPtr> members_;
   std::vector<DedicatedParamPtr> params_;
+  std::vector<size_t> positions_;  ///< [plan matrices] into params_
   GroupState state_ = GroupState::kSharded;
   std::unique_ptr<GroupBuffers> buffers_;
   Pending gather_;

@@ -116,10 +116,14 @@ class GroupHooks:
         """Whether the modules hold unsharded parameters for the backward that runs."""
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        inputs: list[torch.Tensor] = []
-        map_tensors(lambda tensor: inputs.append(tensor) or tensor, (args, kwargs))
         self._check_sites()
         self.depth += 1
+        if not kwargs and all([isinstance(arg, torch.Tensor) for arg in args]):  # the usual call
+            outputs = self.pre_forward(self.index, args)
+            self._show()
+            return tuple(outputs), kwargs
+        inputs: list[torch.Tensor] = []
+        map_tensors(lambda tensor: inputs.append(tensor) or tensor, (args, kwargs))
         outputs = self.pre_forward(self.index, inputs)
         self._show()
         if all(map(operator.is_, outputs, inputs)):

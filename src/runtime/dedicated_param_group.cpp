@@ -25,6 +25,7 @@ DedicatedParamGroup::DedicatedParamGroup(std::string name, int index, plan::Grou
                                          std::vector<DedicatedParamPtr> members)
     : name_(std::move(name)), index_(index), layout_(std::move(layout)), members_(std::move(members)) {
   for (const auto& param : members_) {
+    positions_.push_back(params_.size());
     if (param) params_.push_back(param);
   }
   accumulated.resize(params_.size());

@@ -3,8 +3,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <map>
-
 namespace dmuon {
 namespace {
 
@@ -57,6 +55,7 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
                                      const ReduceOptions& options, MemoryLedger& ledger)
     : group_(group), path_(path), options_(options), ledger_(ledger) {
   const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // nothing here is differentiated: cheaper calls
   auto gradients = take_gradients(group);
   const auto device = group.params().front()->unsharded().device();
   allocate(group.reduce_layout(), rank, at::TensorOptions().dtype(options.dtype).device(device));
@@ -106,14 +105,14 @@ void GradientReduction::allocate(const plan::GroupLayout& layout, plan::Slot ran
 }
 
 void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Slot rank, Copies& copies) {
-  std::map<const DedicatedParam*, const at::Tensor*> by_param;
-  for (size_t i = 0; i < gradients.size(); ++i) by_param[group_.params()[i].get()] = &gradients[i];
   for (size_t s = 0; s < segments_.size(); ++s) {
     const auto& segment = group_.reduce_layout().segments[s];
     for (const auto& packed : segment.matrices) {
       const auto& param = group_.param_of(packed.matrix);
-      auto view = segments_[s].buffer.narrow(0, packed.offset, packed.numel).view(param->sizes());
-      const auto& gradient = *by_param[param.get()];
+      const auto cols = param->sizes()[1];
+      const auto view = segments_[s].buffer.as_strided(param->sizes(), {cols, 1},
+                                                       segments_[s].buffer.storage_offset() + packed.offset);
+      const auto& gradient = gradients[group_.position_of(packed.matrix)];
       if (gradient.defined()) {
         copies.first.push_back(view);
         copies.second.push_back(gradient);

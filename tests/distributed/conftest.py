@@ -62,6 +62,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailureReporter())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test marked `ranks(2, 3)` runs in launches of 2 and 3 ranks, and of more than 4; others in every launch.  The
+    closest mark counts.
+    """
+    chosen, left_out = [], []
+    for item in items:
+        mark = item.get_closest_marker("ranks")
+        (chosen if mark is None or WORLD_SIZE > 4 or WORLD_SIZE in mark.args else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
 _exit_status = pytest.StashKey[int]()
 
 

@@ -9,6 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 INF = float("inf")
 
 
@@ -48,6 +50,7 @@ def test_clipping_equals_one_process(mesh, rank, world_size, norm_type, max_norm
             align(model, reference)
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_replicas_are_counted_once(mesh_2d, rank, world_size, norm_type):
     model, _, reference = Setup(make=small).build(mesh_2d)

@@ -13,6 +13,8 @@ from setup import Setup, check_invariants
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(2, 4)
+
 STEPS = 20
 
 

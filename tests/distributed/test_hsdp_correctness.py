@@ -13,6 +13,8 @@ from setup import Setup, align, assert_same, check_invariants, full_values, upda
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(2, 4)
+
 STEPS = 20
 
 

@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 def from_rank_0(value):
     box = [value]

@@ -13,6 +13,8 @@ from test_loops import run
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Pair(NamedTuple):
     hidden: torch.Tensor

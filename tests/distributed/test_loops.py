@@ -15,6 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 STEPS = 3
 
 
@@ -177,6 +179,7 @@ SYNC_TOO = [plain, layer_skipped, evaluation_between]
 WITH_REPLICAS = [(loop, True) for loop in LOOPS] + [(loop, False) for loop in SYNC_TOO]
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("case", list(enumerate(WITH_REPLICAS)), ids=lambda case: f"{case[1][0].__name__}-{case[1][1]}")
 def test_loop_with_replicas(hsdp_mesh, rank, world_size, case):
     """Z3 and Z2 in turn; that async and sync agree in every bit is shown elsewhere."""
@@ -216,6 +219,7 @@ class CheckpointingBlock(Block):
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import torch.nn as nn
 import torch.nn.utils.prune as prune
 from reference import TinyModel, batch, loss_of
 from setup import Setup, align, assert_same, full_values, update_tolerance
-from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
+
+pytestmark = pytest.mark.ranks(2, 3)
 
 
 def small() -> TinyModel:
@@ -242,19 +243,6 @@ def test_a_step_without_backward_is_reported(mesh, rank):
     optimizer.zero_grad()
     with pytest.warns(RuntimeWarning, match="without a backward since the last one"):
         optimizer.step()
-
-
-def test_a_destroyed_process_group_is_reported(mesh, world_size):
-    """Also when another group has taken its name."""
-    if world_size == 1:
-        pytest.skip("one rank does not communicate")
-    group = dist.new_group(list(range(world_size)))
-    model = nn.Sequential(nn.Linear(6, 6, bias=False))
-    one = DeviceMesh.from_group(group, mesh.device_type)
-    dmuon.dedicate_params(model, one, lambda n, p: True)
-    dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="has been destroyed.*call dedicate_params again"):
-        model(torch.ones(1, 6, device=mesh.device_type))
 
 
 def test_freezing_different_matrices_on_each_rank_is_refused(mesh, rank, world_size):

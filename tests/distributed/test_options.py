@@ -8,6 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 def build(mesh, sharded: bool = True, **options) -> TinyModel:
     torch.manual_seed(0)

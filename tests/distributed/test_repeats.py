@@ -8,6 +8,8 @@ import torch.nn as nn
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(2, 3)
+
 WIDTH, LAYERS = 8, 4
 
 

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 def fails(mesh, predicate, match: str, bad: nn.Module | None = None, error=ValueError, **kwargs) -> None:
     """The call fails on every rank, the model is untouched, and (unless the model is bad) the right call works then."""

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(2)
+
 SETTINGS = MuonSettings()
 
 
@@ -169,6 +171,7 @@ def test_tied_weights(mesh, rank, world_size, z3):
     assert set(full_values(model)) <= {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.ranks(4)
 def test_stages_on_disjoint_meshes(mesh, rank, world_size):
     """As in pipeline parallelism: each half of the ranks has a model and a mesh of its own, with other sizes."""
     if world_size != 4:

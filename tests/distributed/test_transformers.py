@@ -15,6 +15,8 @@ from setup import Setup, align, assert_same, check_invariants
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(2)
+
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 STEPS = 2
@@ -170,7 +172,8 @@ def train(mesh, rank: int, world_size: int, case: Case, **options) -> tuple[nn.M
         assert_same(model, reference, 1e-5, grads=True)
         optimizer.step()
         reference.step()
-        assert_same(model, reference, 1e-5 if mesh.device_type == "cpu" else 1e-3)
+        # On CUDA Newton-Schulz runs in fp16, and an adapter that starts at zero consists of updates alone.
+        assert_same(model, reference, 1e-5 if mesh.device_type == "cpu" else 1e-2)
         check_invariants(model)
         optimizer.zero_grad()
         reference.zero_grad()
@@ -196,7 +199,9 @@ def test_gradient_checkpointing_of_transformers(mesh, rank, world_size, reentran
 
     def make() -> nn.Module:
         model = llama(use_cache=False)
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        name = "activation_checkpointing_enable"  # its name since transformers 5
+        enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
         return model

@@ -12,6 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 import dmuon
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def plain(call, data) -> None:
     loss_of(call, data(0)).backward()
