@@ -25,7 +25,7 @@ def small() -> TinyModel:
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_equals_one_process(mesh_2d, rank, world_size, z3, dtype):
-    setup = Setup(z3=z3, dtype=dtype, make=small)
+    setup = Setup(z3=z3, dtype=dtype, make=small, recipe="b")
     model, optimizer, reference = setup.build(mesh_2d)
     check_invariants(model)
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def run(setup: Setup, mesh, rank: int) -> tuple[list[float], dict[str, torch.Ten
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 def test_equals_shard_only(mesh, mesh_2d, rank, z3):
     """Within fp32 rounding: the sums over ranks are made in another order."""
-    setup = Setup(z3=z3, make=small)
+    setup = Setup(z3=z3, make=small, recipe="b")
     losses, weights = run(setup, mesh_2d, rank)
     expected_losses, expected = run(setup, mesh, rank)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-5, atol=1e-6)
