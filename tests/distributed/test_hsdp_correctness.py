@@ -35,11 +35,14 @@ def test_equals_one_process(mesh_2d, rank, world_size, z3, dtype):
         losses = [loss_of(reference, batch(step, r)) for r in range(world_size)]
         torch.testing.assert_close(loss.detach().cpu(), losses[rank].detach().cpu(), rtol=1e-5, atol=1e-6)
         reference.backward(losses, world_size)
-        assert_same(model, reference, 1e-6 if dtype else 1e-5, grads=True)
+        compared = step < 3 or step % 5 == 4  # comparing is what takes the time
+        if compared:
+            assert_same(model, reference, 1e-6 if dtype else 1e-5, grads=True)
         optimizer.step()
         reference.step()
         check_invariants(model)
-        assert_same(model, reference, update_tolerance(mesh_2d, 1e-6 if step < 5 or dtype else 3e-6))
+        if compared:
+            assert_same(model, reference, update_tolerance(mesh_2d, 1e-6 if step < 5 or dtype else 3e-6))
         optimizer.zero_grad()
         reference.zero_grad()
         if dtype is not None or mesh_2d.device_type != "cpu":
