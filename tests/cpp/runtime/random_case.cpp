@@ -12,6 +12,7 @@ void run_micro_batch(Trainer& trainer, const MicroBatch& micro, int index) {
     if (wanted) static_cast<void>(trainer.loss(route, 10 + index));
   };
   trainer.set_sync(micro.sync);
+  if (auto* runtime = trainer.runtime()) runtime->set_requires_all_reduce(micro.across_replicas);
   evaluate(micro.evaluates_first);
   auto loss = trainer.loss(route, index);
   if (micro.joint) loss = loss + trainer.loss(route, 20 + index);
@@ -21,8 +22,9 @@ void run_micro_batch(Trainer& trainer, const MicroBatch& micro, int index) {
 
 std::string describe(const TrainSetup& setup) {
   const auto& shape = setup.shape;
-  return c10::str(setup.ranks, " ranks, ", setup.replicas, " replicas, ", setup.reshard_after_forward ? "Z3, " : "Z2, ",
-                  shape.blocks, " blocks", shape.nested ? ", nested" : "", setup.param_dtype ? ", bf16" : "",
+  return c10::str(setup.ranks, " ranks, ", setup.replicas, " replicas ", setup.publish_async ? "async, " : "sync, ",
+                  setup.reshard_after_forward ? "Z3, " : "Z2, ", shape.blocks, " blocks",
+                  shape.nested ? ", nested" : "", setup.param_dtype ? ", bf16" : "",
                   shape.trains_embedding ? "" : ", frozen embedding", ", frozen {", c10::Join(" ", shape.frozen),
                   "}\n");
 }
@@ -30,7 +32,8 @@ std::string describe(const TrainSetup& setup) {
 std::string describe(const MicroBatch& micro) {
   auto text = c10::str("  ", micro.evaluates_first ? "evaluate, " : "", "forward, ", micro.joint ? "forward, " : "",
                        micro.evaluates_between ? "evaluate, " : "", micro.backwards, " x backward ",
-                       micro.sync ? "" : "without sync ", "on routes by rank:");
+                       micro.sync ? "" : "without sync ", micro.across_replicas ? "" : "inside replicas ",
+                       "on routes by rank:");
   for (const auto& route : micro.routes) text += c10::str(" [", c10::Join(" ", route), "]");
   return text + "\n";
 }
@@ -39,8 +42,9 @@ std::string describe(const MicroBatch& micro) {
 
 RandomCase::RandomCase(unsigned seed) : random_(seed) {
   setup.seed = seed;
-  setup.replicas = one_in(4) ? 2 : 1;
-  setup.ranks = setup.replicas == 2 ? 2 * pick(1, 3) : pick(1, 4);
+  setup.replicas = one_in(2) ? pick(2, 3) : 1;
+  setup.ranks = setup.replicas * (setup.replicas == 1 ? pick(1, 4) : pick(1, 5 - setup.replicas));
+  setup.publish_async = one_in(2);
   setup.reshard_after_forward = pick(0, 1) == 1;
   if (one_in(4)) setup.param_dtype = at::kBFloat16;
   if (one_in(4)) setup.small_matrix_threshold = std::nullopt;
@@ -87,6 +91,7 @@ MicroBatch RandomCase::micro_batch(bool last) {
     micro.routes.push_back(alike && rank > 0 ? micro.routes[0] : route(repeats));
   }
   micro.sync = last || one_in(2);
+  micro.across_replicas = last || one_in(2);
   micro.evaluates_first = one_in(6);
   micro.evaluates_between = one_in(6);
   micro.joint = !setup.param_dtype && one_in(6);

@@ -10,6 +10,7 @@ namespace dmuon {
 struct MicroBatch {
   std::vector<Route> routes;  ///< [ranks]
   bool sync = true;
+  bool across_replicas = true;     ///< false: the sums wait inside the replicas for a later micro-batch
   bool evaluates_first = false;    ///< a forward without grad before it
   bool evaluates_between = false;  ///< and between its forward and its backward
   bool joint = false;              ///< a second forward, on other data; one backward for both

@@ -15,6 +15,7 @@ double train(const RandomCase& random) {
 class RandomTraining : public ::testing::TestWithParam<unsigned> {};
 
 constexpr unsigned kCasesPerTest = 20;
+constexpr unsigned kCases = 440;
 
 // A failing case prints its seed and its story.  `RandomCase(seed)` is all it takes to run it alone.
 TEST_P(RandomTraining, IsExact) {
@@ -27,7 +28,14 @@ TEST_P(RandomTraining, IsExact) {
   RecordProperty("worst_error", c10::str(worst));
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, RandomTraining, ::testing::Range(0U, 200U, kCasesPerTest));
+TEST(RandomCases, AreMany) {
+  unsigned replicated = 0;
+  for (unsigned seed = 0; seed < kCases; ++seed) replicated += RandomCase(seed).setup.replicas > 1 ? 1 : 0;
+  EXPECT_GE(replicated, 200U);
+  EXPECT_GE(kCases - replicated, 200U);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomTraining, ::testing::Range(0U, kCases, kCasesPerTest));
 
 }  // namespace
 }  // namespace dmuon

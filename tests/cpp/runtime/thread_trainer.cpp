@@ -136,6 +136,7 @@ class ThreadRank final : public Trainer {
     if (setup_.trains_rest) step_rest();
     discard_gradients();
     for (const auto& group : runtime_->groups()) runtime_->publish(group->index());
+    if (!setup_.publish_async) runtime_->wait_publishes();
     count_traffic();
     runtime_->check_invariants();
   }

@@ -30,6 +30,7 @@ struct TrainSetup {
   std::optional<std::int64_t> small_matrix_threshold = 0;  ///< 0: every matrix is placed by itself
   bool trains_rest = true;                                 ///< false: what is not dedicated keeps its initial values
   bool reproducible = false;                               ///< of thread ranks: sums in a fixed tree
+  bool publish_async = true;                               ///< with replicas: not waited for at the end of a step
   Decorate decorate{};                                     ///< unset: none
   std::chrono::milliseconds timeout = std::chrono::seconds(10);  ///< of waits for other thread ranks
 
