@@ -19,6 +19,7 @@ def guard_apply(module: nn.Module, dedication: Dedication, sites: list[Site], na
     Replaces `_apply` on this instance; the class's own (also FSDP2's, which swaps the class) still runs.
     """
     this = weakref.ref(module)
+    guarded_before = module.__dict__.get("_apply")  # by another dedication
     dtype = dedication.params[0].parameter.dtype
 
     def apply(fn: Callable, recurse: bool = True) -> nn.Module:
@@ -30,7 +31,10 @@ def guard_apply(module: nn.Module, dedication: Dedication, sites: list[Site], na
         for site in sites:
             if not dedication.params[site.index].is_owner:
                 module._parameters[site.attribute] = None
-        type(module)._apply(module, fn, recurse)
+        if guarded_before is None:
+            type(module)._apply(module, fn, recurse)
+        else:
+            guarded_before(fn, recurse)
         for site in sites:
             parameter = module._parameters[site.attribute]
             if parameter is None:

@@ -129,6 +129,17 @@ def test_one_dedicated_model_inside_another(mesh, rank, world_size, z3, inner_fi
         check_step(mesh, model, optimizer, reference)
 
 
+def test_two_dedications_share_a_module(mesh, rank):
+    """Their placeholders stay on the meta device when the module moves."""
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(torch.ones(6, 6)), nn.Parameter(torch.ones(6, 6))
+    for name in ("a", "b"):
+        dmuon.dedicate_params(module, mesh, lambda n, p, name=name: n == name)
+    module.to(mesh.device_type)
+    for name in ("a", "b"):
+        assert getattr(module, name).is_meta == (rank != 0)
+
+
 class Tied(nn.Module):
     """One matrix inside a layer twice, one in two layers, and an embedding tied to the head (left to FSDP2)."""
 
