@@ -126,7 +126,10 @@ void Runtime::begin_forward() {
   materialize();
   recover();
   if (forwards_.empty()) {
-    for (const auto& group : groups_) group->compute_depth = 0;
+    for (const auto& group : groups_) {
+      group->compute_depth = 0;
+      group->entered.clear();
+    }
   }
   forwards_.push_back({at::GradMode::is_enabled(), 0});
 }
