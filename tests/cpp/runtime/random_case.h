@@ -28,6 +28,8 @@ struct RandomCase {
   int pick(int low, int high) { return low + static_cast<int>(random_() % static_cast<unsigned>(high - low + 1)); }
   bool one_in(int count) { return pick(1, count) == 1; }
   void make_shape();
+  [[nodiscard]] bool sums_wait_inside_replicas() const;
+  void add_in_double();
   Route route(bool repeats);
   MicroBatch micro_batch(bool last);
 
