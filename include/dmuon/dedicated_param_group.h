@@ -51,7 +51,6 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   [[nodiscard]] int index() const { return index_; }
   [[nodiscard]] const plan::GroupLayout& layout() const { return layout_; }
   [[nodiscard]] const std::vector<DedicatedParamPtr>& params() const { return params_; }
-  [[nodiscard]] const DedicatedParamPtr& param_of(int matrix) const { return members_[static_cast<size_t>(matrix)]; }
   /// Where `params` has the matrix of a plan index.
   [[nodiscard]] size_t position_of(int matrix) const { return positions_[static_cast<size_t>(matrix)]; }
   [[nodiscard]] GroupState state() const { return state_; }

@@ -7,10 +7,11 @@
 // Order (never hang).  Gathers of a forward go out in module order; gathers of a backward in reverse order of module
 // exit; reductions in reverse module order.  A rank that reaches group k first issues every group before k; the end of
 // the pass issues the rest, whatever branches the rank took.  Gathers and reductions run on communicators of their own,
-// so their relative timing is free.  Nothing is ever decided by timing or data.
+// so their relative timing is free; neither may be shared with other traffic.  No order is ever decided by timing or
+// data; a host that waits long for a peer only issues the next gathers of the order earlier.
 //
 // One thread at a time (autograd's device thread and the caller's do not overlap).  CUDA: communication runs on two
-// high-priority side streams; no call synchronises the host with the device except as GradientReduction::finish says.
+// high-priority side streams; no call synchronises the host with the device except as GradientReduction::settle says.
 #pragma once
 
 #include <functional>

@@ -21,7 +21,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scales all gradients so that their one norm, over dedicated, FSDP2 and plain parameters of all ranks, is at most
-    `max_norm`; collective.  Returns the norm before scaling, a 0-d tensor, the same on every rank.
+    `max_norm`; collective.  Returns the norm before scaling: a 0-d tensor in the masters' dtype, equal on all ranks.
 
     As torch.nn.utils.clip_grad_norm_ on one process with the whole model (torch's own sees only this rank's matrices).
     Every value is counted once, whatever is sharded, owned or replicated.  Does not stop the host, unless
@@ -64,14 +64,16 @@ def _global_norm(gradients: list[torch.Tensor], dedications: list[Dedication], o
     dedication = dedications[0]
     _check_same_ranks(gradients, dedication.world_size)
     counted = _counted_here(gradients, dedications)
-    total = torch.zeros((), dtype=torch.float32, device=dedication.unsharded[0].device)
+    # One dtype on every rank, whatever it counts; and wide enough for the power of any norm in fp32.
+    total = torch.zeros((), dtype=torch.float64, device=dedication.unsharded[0].device)
     largest = order == float("inf")
     for (_, dtype), tensors in _by_kind(counted).items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(tensors, order, dtype=wide)).to(total.device)
+        norms = torch.stack(torch._foreach_norm(tensors, order, dtype=wide)).to(total)
         total = torch.maximum(total, norms.max()) if largest else total + (norms**order).sum()
     dedication.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    return total if largest else total ** (1.0 / order)
+    norm = total if largest else total ** (1.0 / order)
+    return norm.to(dedication.params[0].parameter.dtype)
 
 
 def _counted_here(gradients: list[torch.Tensor], dedications: list[Dedication]) -> list[torch.Tensor]:

@@ -92,8 +92,10 @@ class Muon(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._names = {p: name for name, p in self._model.named_parameters()}
-        for lowered in self._lower(param_group):
-            super().add_param_group(lowered)
+        lowered = self._lower(param_group)
+        _check_named_once(self._names, self.param_groups + lowered)  # before any of them is added
+        for group in lowered:
+            super().add_param_group(group)
 
     def _lower(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """One user group -> its Muon group and its AdamW groups."""
@@ -299,11 +301,17 @@ def _check_managed(names: dict[nn.Parameter, str], dedications: list[Dedication]
     return unmanaged
 
 
-def _check_covered(names: dict[nn.Parameter, str], groups: list[dict[str, Any]]) -> None:
+def _check_named_once(names: dict[nn.Parameter, str], groups: list[dict[str, Any]]) -> set[nn.Parameter]:
+    """All parameters of the groups."""
     seen: set[nn.Parameter] = set()
     for p in (p for group in groups for p in group["params"]):
         if p in seen:
             raise ValueError(f"[dmuon.Muon] parameter {names[p]!r} is in param_groups more than once")
         seen.add(p)
+    return seen
+
+
+def _check_covered(names: dict[nn.Parameter, str], groups: list[dict[str, Any]]) -> None:
+    seen = _check_named_once(names, groups)
     if left := [name for p, name in names.items() if p.requires_grad and p not in seen]:
         raise ValueError(f"[dmuon.Muon] param_groups leave out trainable parameters: {', '.join(left)}")

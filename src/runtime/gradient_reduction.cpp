@@ -108,11 +108,12 @@ void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Sl
   for (size_t s = 0; s < segments_.size(); ++s) {
     const auto& segment = group_.reduce_layout().segments[s];
     for (const auto& packed : segment.matrices) {
-      const auto& param = group_.param_of(packed.matrix);
+      const auto position = group_.position_of(packed.matrix);
+      const auto& param = group_.params()[position];
       const auto cols = param->sizes()[1];
       const auto view = segments_[s].buffer.as_strided(param->sizes(), {cols, 1},
                                                        segments_[s].buffer.storage_offset() + packed.offset);
-      const auto& gradient = gradients[group_.position_of(packed.matrix)];
+      const auto& gradient = gradients[position];
       if (gradient.defined()) {
         copies.first.push_back(view);
         copies.second.push_back(gradient);

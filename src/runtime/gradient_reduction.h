@@ -54,14 +54,13 @@ class GradientReduction {
   void finish_shard();
 
   /// Both stages are done: adds to or sets `.grad` of the owned parameters, then runs their post-accumulate-grad hooks.
-  /// A matrix no rank used keeps its `.grad` as it was.
-  /// Synchronises with the device only for a matrix that other ranks may have used and the owner did not.
   /// Matrices this rank did not use are left for `settle`.
   void finish();
   [[nodiscard]] bool settled() const { return shares_.empty(); }
 
-  /// For those: reads whether anybody used them.  The host waits for the device, so every collective of the pass must
-  /// have been issued: a peer may need one of ours before it can send what we wait for.
+  /// For those: delivers the sums of matrices that other ranks used; the rest keep their `.grad` as it was.  The host
+  /// waits for the device, so every collective of the pass must have been issued: a peer may need one of ours before it
+  /// can send what we wait for.
   void settle();
 
  private:

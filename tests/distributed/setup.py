@@ -135,3 +135,15 @@ def assert_same(model: nn.Module, reference: Reference, tolerance: float = 1e-6,
             continue
         error = relative_error(value, wanted)
         assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
+
+
+def step_both(mesh: DeviceMesh, model: nn.Module, optimizer: dmuon.Muon, reference: Reference) -> None:
+    """Gradients agree, then weights after the step."""
+    assert_same(model, reference, tolerance=1e-5, grads=True)
+    optimizer.step()
+    reference.step()
+    optimizer.zero_grad()
+    reference.zero_grad()
+    assert_same(model, reference, update_tolerance(mesh, 2e-6))
+    if mesh.device_type != "cpu":
+        align(model, reference)

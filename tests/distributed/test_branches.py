@@ -1,9 +1,11 @@
 """Ranks that go different ways, or fail: a dedicated model without FSDP2, whose collectives must match on all ranks."""
 
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from setup import check_invariants
 
@@ -21,6 +23,41 @@ class Branching(nn.Module):
         for index in chosen:
             x = x + torch.tanh(self.layers[index](x))
         return x
+
+
+class Chain(nn.Module):
+    """Hands out what every layer made, for hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        outputs = [x]
+        for layer in self.layers:
+            outputs.append(layer(torch.tanh(outputs[-1])))
+        return outputs
+
+
+@pytest.mark.parametrize("late", ["first rank", "last rank"])
+def test_gathers_offered_early_keep_off_the_meshs_group(mesh, rank, world_size, late):
+    """A rank is late in backward, its peers offer gathers meanwhile; all have a collective of their own on the mesh's
+    group in the middle, as FSDP2 has: the gathers must not take its place.
+    """
+    torch.manual_seed(0)
+    model = Chain().to(mesh.device_type)
+    dmuon.dedicate_params(model, mesh, lambda n, p: True)
+    outputs = model(torch.ones(2, 8, device=mesh.device_type, requires_grad=True))
+    summed = torch.full((8, 8), 1.0 + rank, device=mesh.device_type)
+    works = []
+    is_late = rank == (0 if late == "first rank" else world_size - 1)
+    outputs[5].register_hook(lambda gradient: time.sleep(0.5) if is_late else None)
+    outputs[3].register_hook(
+        lambda gradient: works.append(dist.all_reduce(summed, group=mesh.get_group(), async_op=True))
+    )
+    outputs[-1].sum().backward()
+    works[0].wait()
+    assert torch.equal(summed.cpu(), torch.full((8, 8), world_size * (world_size + 1) / 2))
 
 
 def choose(seed: int, step: int, rank: int) -> list[int]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import TinyModel, batch, loss_of
-from setup import Setup, align, assert_same, update_tolerance
+from setup import Setup, assert_same, step_both, update_tolerance
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
@@ -41,13 +41,7 @@ def test_clipping_equals_one_process(mesh, rank, world_size, norm_type, max_norm
         backward_both(model, reference, 10 * step + 1, rank, world_size)  # adds to the clipped ones
         assert_same(model, reference, 1e-5, grads=True)
         clip_both(model, reference, max_norm, norm_type)
-        optimizer.step()
-        reference.step()
-        assert_same(model, reference, update_tolerance(mesh, 2e-6))
-        optimizer.zero_grad()
-        reference.zero_grad()
-        if mesh.device_type != "cpu":
-            align(model, reference)
+        step_both(mesh, model, optimizer, reference)
 
 
 @pytest.mark.ranks(2, 4)
@@ -70,6 +64,23 @@ def test_a_plain_parameter_is_counted_once(mesh, rank, world_size):
     total = dmuon.clip_grad_norm_(model, 1.0)
     count = 6 * 8 + 8 + 8 * 4 + 4
     torch.testing.assert_close(total.cpu(), torch.tensor(2.0 * count**0.5))
+
+
+@pytest.mark.parametrize(
+    "dtype,matrices,value", [(torch.float64, 1, 1.0), (torch.float32, 20, 1e18)], ids=["fp64 on one rank", "huge"]
+)
+def test_norms_are_summed_in_one_wide_dtype(mesh, dtype, matrices, value):
+    """A rank that counts nothing takes part with a zero of the same dtype.  The squares of each matrix fit into fp32,
+    those of all of them do not.
+    """
+    model = torch.nn.Sequential(*[torch.nn.Linear(6, 8, bias=False).to(dtype) for _ in range(matrices)])
+    dmuon.dedicate_params(model, mesh, lambda n, p: True)
+    for param in dmuon.get_dedicated_params(model):
+        if param.is_owner:
+            param.parameter.grad = torch.full_like(param.parameter, value)
+    total = dmuon.clip_grad_norm_(model, 1.0)
+    assert total.dtype == dtype
+    torch.testing.assert_close(total.cpu(), torch.tensor(value * (48 * matrices) ** 0.5, dtype=dtype))
 
 
 def test_bad_norms_are_refused(mesh, rank):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import TinyModel, batch, loss_of
-from setup import Setup, align, assert_same, check_invariants, full_values, update_tolerance
+from setup import Setup, align, assert_same, check_invariants, full_values, step_both, update_tolerance
 
 import dmuon
 
@@ -112,14 +112,7 @@ def test_all_reduce_on_the_last_micro_batch_only(mesh_2d, rank, world_size):
         loss_of(model, batch(10 * step + 2, rank)).backward()
         for i in range(3):
             reference.backward([loss_of(reference, batch(10 * step + i, r)) for r in range(world_size)], world_size)
-        assert_same(model, reference, 1e-5, grads=True)
-        optimizer.step()
-        reference.step()
-        assert_same(model, reference, update_tolerance(mesh_2d, 2e-6))
-        optimizer.zero_grad()
-        reference.zero_grad()
-        if mesh_2d.device_type != "cpu":
-            align(model, reference)
+        step_both(mesh_2d, model, optimizer, reference)
 
 
 def test_peak_memory_is_what_the_plan_predicts(mesh_2d, rank):

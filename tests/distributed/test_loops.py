@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from reference import Block, TinyModel, batch, loss_of
-from setup import Setup, align, assert_same, check_invariants, update_tolerance
+from setup import Setup, assert_same, check_invariants, step_both, update_tolerance
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dmuon
@@ -149,18 +149,6 @@ def run(mesh, rank: int, world_size: int, setup: Setup, loop: Callable, wrap: Ca
         step_both(mesh, model, optimizer, reference)
 
 
-def step_both(mesh, model, optimizer, reference) -> None:
-    """Gradients agree, then weights after the step."""
-    assert_same(model, reference, tolerance=1e-5, grads=True)
-    optimizer.step()
-    reference.step()
-    optimizer.zero_grad()
-    reference.zero_grad()
-    assert_same(model, reference, update_tolerance(mesh, 2e-6))
-    if mesh.device_type != "cpu":
-        align(model, reference)
-
-
 def reference_step(reference, loop: Callable, step: int, world_size: int) -> None:
     for r in range(world_size):
         loop(reference, lambda i, r=r: batch(10 * step + i, r))
@@ -224,7 +212,7 @@ class CheckpointingBlock(Block):
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 @pytest.mark.parametrize(
     "loop",
-    [plain, two_forwards_one_backward, layer_used_twice, checkpoint_reentrant],
+    [plain, two_forwards_one_backward, layer_used_twice, checkpoint_not_reentrant, checkpoint_reentrant],
     ids=lambda loop: loop.__name__,
 )
 def test_checkpoint_inside_a_layer(mesh, rank, world_size, z3, reentrant, loop):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.utils.prune as prune
 from reference import TinyModel, batch, loss_of
-from setup import Setup, align, assert_same, full_values, update_tolerance
+from setup import Setup, full_values, step_both
 
 import dmuon
 
@@ -32,14 +32,7 @@ def train_both(mesh, model, optimizer, reference, step: int, rank: int, world_si
     """One step of both; momentum of the reference knows which matrices have a gradient."""
     loss_of(model, batch(step, rank)).backward()
     reference.backward([loss_of(reference, batch(step, r)) for r in range(world_size)], world_size)
-    assert_same(model, reference, 1e-5, grads=True)
-    optimizer.step()
-    reference.step()
-    optimizer.zero_grad()
-    reference.zero_grad()
-    assert_same(model, reference, update_tolerance(mesh, 2e-6))
-    if mesh.device_type != "cpu":
-        align(model, reference)
+    step_both(mesh, model, optimizer, reference)
 
 
 PHASES = [set(), {"layers.1"}, {"mix", "layers.2.up"}, {"layers.0", "head"}, set()]
@@ -112,8 +105,12 @@ def test_add_param_group(mesh, rank, world_size):
         p.requires_grad_(True)
     optimizer.add_param_group({"params": late, "name": "late", "lr": 0.005, "weight_decay": 0.01, "adamw_lr": 1e-3})
     assert [g["name"] for g in optimizer.param_groups if g["use_muon"]] == ["default/muon", "late/muon"]
-    with pytest.raises(ValueError, match="more than one"):
-        optimizer.add_param_group({"params": late})
+    before = len(optimizer.param_groups)
+    model.extra = nn.Parameter(torch.ones(3, device=mesh.device_type))
+    with pytest.raises(ValueError, match="'layers.2.*' is in param_groups more than once"):
+        optimizer.add_param_group({"params": [model.extra, *late]})
+    assert len(optimizer.param_groups) == before, "a group that was refused left a part behind"
+    del model.extra
     with pytest.raises(ValueError, match="unknown keys"):
         optimizer.add_param_group({"params": late, "learning_rate": 1.0})
     for step in range(2):

@@ -38,7 +38,7 @@ ADAMW = {"adamw_lr": 1e-2, "adamw_betas": (0.5, 0.6), "adamw_weight_decay": 0.5,
 
 @pytest.mark.parametrize("option", [*MUON, *ADAMW])
 def test_optimizer_options(mesh, rank, option):
-    """Matrices move with Muon's options and only with them, the rest with AdamW's."""
+    """Matrices move with Muon's options, the rest with AdamW's."""
     base = train(build(mesh), rank)
     changed = train(build(mesh), rank, **{option: (MUON | ADAMW)[option]})
     matrices = {param.name for param in dmuon.get_dedicated_params(build(mesh)) if param.is_owner}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from reference import MuonSettings, Reference, TinyModel, batch, loss_of
-from setup import align, assert_same, full_values, update_tolerance
+from setup import full_values, step_both
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -34,17 +34,6 @@ def build(mesh, z3: bool, seed: int) -> tuple[nn.Module, dmuon.Muon, Reference]:
     return model, muon(model), reference
 
 
-def check_step(mesh, model, optimizer, reference) -> None:
-    assert_same(model, reference, 1e-5, grads=True)
-    optimizer.step()
-    reference.step()
-    optimizer.zero_grad()
-    reference.zero_grad()
-    assert_same(model, reference, update_tolerance(mesh, 2e-6))
-    if mesh.device_type != "cpu":
-        align(model, reference)
-
-
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 def test_generator_and_discriminator(mesh, rank, world_size, z3):
     """Two models, one graph through both, two optimizers in turn."""
@@ -59,12 +48,12 @@ def test_generator_and_discriminator(mesh, rank, world_size, z3):
         joint(first, second, batch(0, rank)).backward()
         for r in range(world_size):
             (joint(first_reference, second_reference, batch(0, r)) / world_size).backward()
-        check_step(mesh, first, first_optimizer, first_reference)
+        step_both(mesh, first, first_optimizer, first_reference)
         second_optimizer.zero_grad()
         second_reference.zero_grad()
         loss_of(second, batch(1, rank)).backward()
         second_reference.backward([loss_of(second_reference, batch(1, r)) for r in range(world_size)], world_size)
-        check_step(mesh, second, second_optimizer, second_reference)
+        step_both(mesh, second, second_optimizer, second_reference)
 
 
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
@@ -81,7 +70,7 @@ def test_teacher_and_student(mesh, rank, world_size, z3):
         loss(student, teacher, batch(step, rank)).backward()
         losses = [loss(reference, teacher_reference, batch(step, r)) for r in range(world_size)]
         reference.backward(losses, world_size)
-        check_step(mesh, student, optimizer, reference)
+        step_both(mesh, student, optimizer, reference)
     assert all(param._reduced_grad is None for param in dmuon.get_dedicated_params(teacher))
 
 
@@ -126,7 +115,7 @@ def test_one_dedicated_model_inside_another(mesh, rank, world_size, z3, inner_fi
         reference.backward([loss_of(reference, batch(step, r)) for r in range(world_size)], world_size)
         expected = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.1)
         torch.testing.assert_close(dmuon.clip_grad_norm_(model, 0.1), expected, rtol=1e-5, atol=0.0)
-        check_step(mesh, model, optimizer, reference)
+        step_both(mesh, model, optimizer, reference)
 
 
 def test_two_dedications_share_a_module(mesh, rank):
@@ -178,7 +167,7 @@ def test_tied_weights(mesh, rank, world_size, z3):
     for step in range(3):
         loss_of(model, batch(step, rank)).backward()
         reference.backward([loss_of(reference, batch(step, r)) for r in range(world_size)], world_size)
-        check_step(mesh, model, optimizer, reference)
+        step_both(mesh, model, optimizer, reference)
     assert set(full_values(model)) <= {name for name, _ in model.named_parameters()}
 
 
@@ -202,4 +191,4 @@ def test_stages_on_disjoint_meshes(mesh, rank, world_size):
     for step in range(2):
         loss_of(model, batch(step, place)).backward()
         reference.backward([loss_of(reference, batch(step, r)) for r in range(2)], 2)
-        check_step(mesh, model, optimizer, reference)
+        step_both(mesh, model, optimizer, reference)
