@@ -14,12 +14,21 @@ message(STATUS "CUDA kernels: ${DMUON_HAVE_KERNELS}")
 
 if(DMUON_HAVE_KERNELS)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 80 90)
+    set(CMAKE_CUDA_ARCHITECTURES 80) # and, as PTX, everything newer
   endif()
   enable_language(CUDA)
-  add_library(dmuon_kernels SHARED ${DMUON_KERNEL_SOURCES})
-  target_include_directories(dmuon_kernels PRIVATE src)
-  set_target_properties(dmuon_kernels PROPERTIES CUDA_STANDARD 20 CUDA_RUNTIME_LIBRARY Static)
+  # Hopper's matrix instructions exist for 90a alone; other GPUs never call this code.
+  set(DMUON_HOPPER_SOURCES "${CMAKE_CURRENT_SOURCE_DIR}/src/kernels/tile_product.cu")
+  list(REMOVE_ITEM DMUON_KERNEL_SOURCES ${DMUON_HOPPER_SOURCES})
+  add_library(dmuon_hopper OBJECT ${DMUON_HOPPER_SOURCES})
+  add_library(dmuon_kernels SHARED ${DMUON_KERNEL_SOURCES} $<TARGET_OBJECTS:dmuon_hopper>)
+  set_target_properties(dmuon_hopper PROPERTIES CUDA_ARCHITECTURES 90a)
+  foreach(target dmuon_hopper dmuon_kernels)
+    target_include_directories(${target} PRIVATE src)
+    set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_RUNTIME_LIBRARY Static)
+    # Without NDEBUG the assembler may put matrix instructions one after the other.
+    target_compile_definitions(${target} PRIVATE NDEBUG)
+  endforeach()
 endif()
 
 function(dmuon_use_kernels target)

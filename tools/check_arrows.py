@@ -33,7 +33,7 @@ PUBLIC_HEADERS = {
         "stream.h",
         "thread_communicator.h",
     },
-    "newton_schulz": {"newton_schulz.h"},
+    "newton_schulz": {"newton_schulz.h", "ns_coefficients.h"},
     "optim": {"muon.h"},
     "runtime": {"dedicated_param.h", "dedicated_param_group.h", "runtime.h"},
 }

@@ -1,8 +1,7 @@
 // Newton-Schulz orthogonalisation: replaces a matrix by (nearly) its polar factor U V^T.
 //
 // Called by the optimizer on matrices it owns, and by users through `dmuon.newton_schulz`.  Knows nothing of ranks.
-// Equal shapes are batched; how many at a time follows from the shape alone, so that bits do not depend on the list. On
-// CUDA the iteration runs in fp16 with fp32 accumulation (bf16 Gram diverges); elsewhere in fp32.  A NaN or Inf stays
+// Bits do not depend on what else is in the list.  On CUDA the iteration runs in fp16 with fp32 accumulation (bf16 Gram diverges); elsewhere in fp32.  A NaN or Inf stays
 // in the matrix it is in.  A zero matrix gives a zero matrix.
 #pragma once
 
@@ -12,16 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "dmuon/ns_coefficients.h"
+
 namespace dmuon {
-
-/// One step's polynomial p(x) = a x + b x^3 + c x^5.
-struct NsCoefficients {
-  double a = 0.0;
-  double b = 0.0;
-  double c = 0.0;
-
-  bool operator==(const NsCoefficients&) const = default;
-};
 
 enum class NsBackend { kGram, kStandard };
 
@@ -55,8 +47,9 @@ inline constexpr double kPolarExpressMargin = 1.05;
 /// matrices: each [rows, cols], floating, on one device; any mix of shapes.  Returns one tensor per input with its
 /// shape and dtype.  Inputs are not modified.  The result does not depend on the scale of the input (a power of two
 /// changes no bit), nor on its place in the list.  Outside autograd and autocast.
-/// On CUDA, results of equal shape are disjoint views of one allocation, and all matrices of one shape are in work at
-/// once: pass fewer to bound the workspace.  Runs on the current stream; never synchronises.
+/// On Hopper GPUs whole lists run as one piece of work, in parts that bound the workspace (1 GiB, more for matrices
+/// with a short side beyond 4096); elsewhere on CUDA matrices of one shape are stacked.  Runs on the current stream of
+/// each device; never synchronises.
 /// Throws c10::Error that gives the place of a matrix that is not [rows, cols] or not floating.
 [[nodiscard]] std::vector<at::Tensor> newton_schulz(const std::vector<at::Tensor>& matrices, const NsOptions& options);
 

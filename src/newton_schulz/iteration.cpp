@@ -5,8 +5,10 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
-#include <algorithm>
 #include <cmath>
+#include <numeric>
+
+#include "newton_schulz/segments.h"
 
 namespace dmuon {
 namespace {
@@ -53,14 +55,6 @@ at::Tensor run_segment(const at::Tensor& x, std::span<const NsCoefficients> step
   return apply(q, x, 0.0, down);
 }
 
-std::size_t segment_end(std::span<const int> restarts, std::size_t begin, std::size_t steps) {
-  std::size_t end = steps;
-  for (const int restart : restarts) {
-    if (restart > static_cast<int>(begin)) end = std::min(end, static_cast<std::size_t>(restart));
-  }
-  return end;
-}
-
 }  // namespace
 
 at::Tensor iterate(at::Tensor x, std::span<const NsCoefficients> steps, std::span<const int> restarts, int prescale) {
@@ -70,6 +64,13 @@ at::Tensor iterate(at::Tensor x, std::span<const NsCoefficients> steps, std::spa
     begin = end;
   }
   return x;
+}
+
+std::vector<int> restarts_for(const NsOptions& options, std::int64_t rows, std::int64_t cols) {
+  if (options.backend == NsBackend::kGram && uses_gram(rows, cols)) return options.restarts;
+  std::vector<int> every_step(options.coefficients.size() - 1);
+  std::iota(every_step.begin(), every_step.end(), 1);
+  return every_step;
 }
 
 }  // namespace dmuon

@@ -12,7 +12,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <span>
+#include <vector>
 
 #include "dmuon/newton_schulz.h"
 
@@ -27,5 +29,11 @@ namespace dmuon {
 /// 4^prescale).
 [[nodiscard]] at::Tensor iterate(at::Tensor x, std::span<const NsCoefficients> steps, std::span<const int> restarts,
                                  int prescale);
+
+/// The restarts of a matrix of this shape: the options' where Gram is used, one before every step elsewhere.
+[[nodiscard]] std::vector<int> restarts_for(const NsOptions& options, std::int64_t rows, std::int64_t cols);
+
+/// The prescale of fp16 iterations.
+inline constexpr int kHalfPrescale = 4;
 
 }  // namespace dmuon

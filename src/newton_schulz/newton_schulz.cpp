@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
-#include <numeric>
 #include <tuple>
 #include <utility>
 
+#include "newton_schulz/gpu_engine.h"
 #include "newton_schulz/iteration.h"
 #include "newton_schulz/normalize.h"
 
@@ -20,11 +20,10 @@ namespace dmuon {
 namespace {
 
 constexpr double kGramAspect = 1.3;  // below it standard Newton-Schulz needs no more FLOPs and fewer launches
-constexpr int kHalfPrescale = 4;
 constexpr std::int64_t kFillsTheGpu = std::int64_t{1} << 20;  // elements
 constexpr std::size_t kSmallBatch = 8;
 
-struct ShapeGroup {
+struct Group {
   std::vector<std::size_t> places;  // in the caller's list
   std::vector<at::Tensor> matrices;
 };
@@ -39,24 +38,28 @@ void check_matrices(const std::vector<at::Tensor>& matrices) {
   }
 }
 
-std::vector<ShapeGroup> group_by_shape(const std::vector<at::Tensor>& matrices) {
-  std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType, std::string>, ShapeGroup> groups;
-  for (std::size_t i = 0; i < matrices.size(); ++i) {
+// A list whose matrices can be worked on together: equal dtype and device, and equal shape where `by_shape`.
+std::vector<Group> grouped(const std::vector<at::Tensor>& matrices, const std::vector<std::size_t>& places,
+                                bool by_shape) {
+  std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType, std::string>, Group> groups;
+  for (const std::size_t i : places) {
     const at::Tensor& matrix = matrices[i];
-    ShapeGroup& group = groups[{matrix.size(0), matrix.size(1), matrix.scalar_type(), matrix.device().str()}];
+    const std::int64_t rows = by_shape ? matrix.size(0) : 0;
+    const std::int64_t cols = by_shape ? matrix.size(1) : 0;
+    Group& group = groups[{rows, cols, matrix.scalar_type(), matrix.device().str()}];
     group.places.push_back(i);
     group.matrices.push_back(matrix);
   }
-  std::vector<ShapeGroup> result;
+  std::vector<Group> result;
   for (auto& [key, group] : groups) result.push_back(std::move(group));
   return result;
 }
 
-std::vector<int> restarts_for(const NsOptions& options, std::int64_t rows, std::int64_t cols) {
-  if (options.backend == NsBackend::kGram && uses_gram(rows, cols)) return options.restarts;
-  std::vector<int> every_step(options.coefficients.size() - 1);
-  std::iota(every_step.begin(), every_step.end(), 1);
-  return every_step;
+// The GPU engine's dtypes are the 16-bit ones and fp32; everything else takes the plain path.
+bool fits_engine(const at::Tensor& matrix) {
+  const at::ScalarType type = matrix.scalar_type();
+  return matrix.is_cuda() && (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) &&
+         gpu_engine_supports(matrix.device());
 }
 
 // cuBLAS chooses its algorithm by the number of matrices in a batch too.  A number that follows from the shape alone
@@ -116,13 +119,22 @@ std::vector<at::Tensor> newton_schulz(const std::vector<at::Tensor>& matrices, c
   const c10::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   std::vector<at::Tensor> results(matrices.size());
-  for (const ShapeGroup& group : group_by_shape(matrices)) {
-    const bool empty = group.matrices.front().numel() == 0;
-    std::vector<at::Tensor> outputs = empty ? group.matrices : run_group(group.matrices, options);
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      results[group.places[i]] = empty ? at::empty_like(outputs[i]) : std::move(outputs[i]);
+  std::vector<std::size_t> engine;
+  std::vector<std::size_t> plain;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    if (matrices[i].numel() == 0) {
+      results[i] = at::empty_like(matrices[i]);
+    } else {
+      (fits_engine(matrices[i]) ? engine : plain).push_back(i);
     }
   }
+  const auto put = [&results](const Group& group, std::vector<at::Tensor> found) {
+    for (std::size_t i = 0; i < found.size(); ++i) results[group.places[i]] = std::move(found[i]);
+  };
+  for (const Group& group : grouped(matrices, engine, /*by_shape=*/false)) {
+    put(group, gpu_newton_schulz(group.matrices, options));
+  }
+  for (const Group& group : grouped(matrices, plain, /*by_shape=*/true)) put(group, run_group(group.matrices, options));
   return results;
 }
 

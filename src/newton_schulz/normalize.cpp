@@ -5,14 +5,14 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 
 #ifdef DMUON_HAVE_KERNELS
-#include "kernels/normalize_cast.h"
+#include "kernels/matrix_passes.h"
+#include "newton_schulz/current_stream.h"
 #endif
 
 namespace dmuon {
@@ -25,30 +25,25 @@ at::Tensor matrix_norm(const at::Tensor& x, double order) {
 }
 
 #ifdef DMUON_HAVE_KERNELS
-cudaStream_t current_stream(at::Device device) {
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  return static_cast<cudaStream_t>(stream.native_handle());
-}
-
 at::Tensor normalize_fused(const std::vector<at::Tensor>& matrices, int prescale) {
   const at::Tensor& first = matrices.front();
   const c10::DeviceGuard guard(first.device());
   const auto count = static_cast<std::int64_t>(matrices.size());
-  std::vector<at::Tensor> inputs;  // keeps converted copies alive until the launches are queued
-  std::vector<const float*> pointers;
-  for (const at::Tensor& matrix : matrices) {
-    inputs.push_back(matrix.to(at::kFloat).contiguous());
-    pointers.push_back(inputs.back().const_data_ptr<float>());
-  }
   at::Tensor result = at::empty({count, first.size(0), first.size(1)}, first.options().dtype(at::kHalf));
-  at::Tensor workspace =
-      at::empty({kernels::normalize_cast_workspace(count, first.numel())}, first.options().dtype(at::kDouble));
-  const char* error = kernels::normalize_cast({.matrices = pointers,
-                                               .numel = first.numel(),
-                                               .scale = std::ldexp(1.0, prescale),
-                                               .out = result.data_ptr(),
-                                               .workspace = workspace.data_ptr<double>()},
-                                              current_stream(first.device()));
+  std::vector<at::Tensor> inputs;  // keeps converted copies alive until the launches are queued
+  std::vector<kernels::PassMatrix> list;
+  for (std::int64_t i = 0; i < count; ++i) {
+    inputs.push_back(matrices[static_cast<std::size_t>(i)].to(at::kFloat).contiguous());
+    list.push_back({.input = inputs.back().data_ptr(),
+                    .x = result.data_ptr<at::Half>() + i * first.numel(),
+                    .rows = first.size(0),
+                    .cols = first.size(1),
+                    .ld = first.size(1)});
+  }
+  at::Tensor workspace = at::empty({kernels::normalize_workspace(list)}, first.options().dtype(at::kDouble));
+  const char* error = kernels::normalize(
+      {.matrices = list, .scale = std::ldexp(1.0, prescale), .workspace = workspace.data_ptr<double>()},
+      current_stream(first.device()));
   TORCH_CHECK(error == nullptr, "[dmuon.kernels] normalising ", count, " matrices of shape ", first.sizes(),
               " failed: ", error, ". Expected a device of compute capability 8.0 or higher.");
   return result;

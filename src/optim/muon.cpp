@@ -12,6 +12,8 @@
 #include <span>
 #include <tuple>
 
+#include "newton_schulz/gpu_engine.h"
+
 namespace dmuon {
 namespace {
 
@@ -59,10 +61,10 @@ bool is_full(const Chunk& chunk) {
 }
 
 // Equal shapes on one device, cut so that each chunk holds at most kMaxBatchElements elements or one matrix.
-std::vector<Chunk> make_chunks(const std::vector<MuonMatrix>& matrices) {
+std::vector<Chunk> make_chunks(const std::vector<MuonMatrix>& matrices, const std::vector<std::size_t>& places) {
   std::map<std::tuple<std::int64_t, std::int64_t, std::string>, std::size_t> open;  // index of the chunk being filled
   std::vector<Chunk> chunks;
-  for (std::size_t i = 0; i < matrices.size(); ++i) {
+  for (const std::size_t i : places) {
     const MuonMatrix& matrix = matrices[i];
     const auto key = std::tuple(matrix.weight.size(0), matrix.weight.size(1), matrix.weight.device().str());
     const auto found = open.find(key);
@@ -98,6 +100,25 @@ void step_chunk(const Chunk& chunk, const MuonOptions& options, std::vector<at::
   }
 }
 
+bool fits_engine(const MuonMatrix& matrix) {
+  return matrix.weight.numel() > 0 && matrix.weight.is_contiguous() && matrix.momentum.is_contiguous() &&
+         gpu_engine_supports(matrix.weight.device());
+}
+
+// Everything fused, for matrices of one device.
+void step_on_gpu(const std::vector<MuonMatrix>& matrices, const std::vector<std::size_t>& places,
+                 const MuonOptions& options, std::vector<at::Tensor>& finite) {
+  std::vector<GpuMuonMatrix> list;
+  for (const std::size_t i : places) {
+    const MuonMatrix& matrix = matrices[i];
+    const double scale = lr_scale(options.adjust_lr, matrix.weight.size(0), matrix.weight.size(1));
+    list.push_back({matrix.grad.contiguous(), matrix.momentum, matrix.weight, options.lr * scale});
+  }
+  const GpuMuonOptions muon{options.momentum, options.nesterov, 1.0 - options.lr * options.weight_decay};
+  std::vector<at::Tensor> flags = gpu_muon_step(list, muon, options.ns);
+  for (std::size_t i = 0; i < places.size(); ++i) finite[places[i]] = std::move(flags[i]);
+}
+
 }  // namespace
 
 AdjustLr parse_adjust_lr(const std::string& name) {
@@ -117,7 +138,13 @@ std::vector<at::Tensor> muon_step(const std::vector<MuonMatrix>& matrices, const
   for (const MuonMatrix& matrix : matrices) check_matrix(matrix);
   const c10::NoGradGuard no_grad;
   std::vector<at::Tensor> finite(matrices.size());
-  for (const Chunk& chunk : make_chunks(matrices)) step_chunk(chunk, options, finite);
+  std::map<std::string, std::vector<std::size_t>> on_gpu;  // by device
+  std::vector<std::size_t> others;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    (fits_engine(matrices[i]) ? on_gpu[matrices[i].weight.device().str()] : others).push_back(i);
+  }
+  for (const auto& [device, places] : on_gpu) step_on_gpu(matrices, places, options, finite);
+  for (const Chunk& chunk : make_chunks(matrices, others)) step_chunk(chunk, options, finite);
   return finite;
 }
 
