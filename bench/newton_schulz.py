@@ -7,8 +7,8 @@ Five steps on bf16 Gaussian matrices.  `called` is back-to-back calls from Pytho
 replay of a CUDA graph of the same call.  Engines take turns; a round is one sample of about `--sample-ms` of each
 engine, and the median over the rounds is printed.  `floor` is the time of the exact triangles of the cheaper algorithm
 at the rate of an 8192^3 product, measured right after the sweep: a chip that is hot runs slower.  `gns` is Gram
-Newton-Schulz with its quack kernels, where the package `gram_newton_schulz` is installed.  Before anything is timed each
-engine's result is compared with the fp32 iteration of its own coefficients.
+Newton-Schulz with its quack kernels, where the package `gram_newton_schulz` is installed.  Before anything is timed,
+each engine's result is compared with the fp32 iteration of its own coefficients.
 """
 
 import argparse

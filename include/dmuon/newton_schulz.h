@@ -1,8 +1,8 @@
 // Newton-Schulz orthogonalisation: replaces a matrix by (nearly) its polar factor U V^T.
 //
 // Called by the optimizer on matrices it owns, and by users through `dmuon.newton_schulz`.  Knows nothing of ranks.
-// Bits do not depend on what else is in the list.  On CUDA the iteration runs in fp16 with fp32 accumulation (bf16 Gram diverges); elsewhere in fp32.  A NaN or Inf stays
-// in the matrix it is in.  A zero matrix gives a zero matrix.
+// Bits do not depend on what else is in the list.  On CUDA the iteration runs in fp16 with fp32 accumulation (bf16 Gram
+// diverges); elsewhere in fp32.  A NaN or Inf stays in the matrix it is in.  A zero matrix gives a zero matrix.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,10 +47,10 @@ inline constexpr double kPolarExpressMargin = 1.05;
 /// matrices: each [rows, cols], floating, on one device; any mix of shapes.  Returns one tensor per input with its
 /// shape and dtype.  Inputs are not modified.  The result does not depend on the scale of the input (a power of two
 /// changes no bit), nor on its place in the list.  Outside autograd and autocast.
-/// On Hopper GPUs whole lists run as one piece of work, in parts that bound the workspace (1 GiB, more for matrices
-/// with a short side beyond 4096); elsewhere on CUDA matrices of one shape are stacked.  Runs on the current stream of
-/// each device; never synchronises.
-/// Throws c10::Error that gives the place of a matrix that is not [rows, cols] or not floating.
+/// On Hopper GPUs whole lists run as one piece of work, in parts that bound the workspace (1.5 GiB, more for
+/// matrices with a short side beyond 4096); elsewhere on CUDA matrices of one shape are stacked.  Runs on the current
+/// stream of each device; never synchronises. Throws c10::Error that gives the place of a matrix that is not [rows,
+/// cols] or not floating.
 [[nodiscard]] std::vector<at::Tensor> newton_schulz(const std::vector<at::Tensor>& matrices, const NsOptions& options);
 
 /// Throws c10::Error if no steps are given or a restart is below 1.  Restarts beyond the last step do nothing.

@@ -1,8 +1,8 @@
-#include "kernels/device_table.h"
-
 #include <cuda_runtime.h>
 
 #include <utility>
+
+#include "kernels/device_table.h"
 
 namespace dmuon::kernels {
 namespace {

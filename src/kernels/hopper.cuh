@@ -1,4 +1,5 @@
-// Hopper's (sm_90a) instructions for barriers in shared memory and the bulk tensor copy engine (TMA), one function each.  Names follow PTX ISA 9.0, where each is specified.  Shared memory is addressed by 32-bit addresses.
+// Hopper's (sm_90a) instructions for barriers in shared memory and the bulk tensor copy engine (TMA), one function
+// each.  Names follow PTX ISA 9.0, where each is specified.  Shared memory is addressed by 32-bit addresses.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -108,9 +109,7 @@ __device__ __forceinline__ void lower_registers() {
 }
 
 /// Waits for the 128 threads of a warpgroup.  `id` is one of the block's named barriers, 1 to 15.
-__device__ __forceinline__ void warpgroup_sync(int id) {
-  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
-}
+__device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 /// The reverse of store_matrices<false>.
 __device__ __forceinline__ void load_matrices(std::uint32_t address, std::uint32_t (&blocks)[4]) {

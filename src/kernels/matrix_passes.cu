@@ -108,7 +108,9 @@ struct Lines {
   int ld;
 
   __device__ explicit Lines(const PassMatrix& matrix)
-      : x(static_cast<__half*>(matrix.x)), numel(matrix.rows * matrix.cols), cols(static_cast<int>(matrix.cols)),
+      : x(static_cast<__half*>(matrix.x)),
+        numel(matrix.rows * matrix.cols),
+        cols(static_cast<int>(matrix.cols)),
         ld(static_cast<int>(matrix.ld)) {}
 
   __device__ __half& at(std::int64_t i) const { return x[i / cols * ld + i % cols]; }
@@ -261,9 +263,8 @@ const char* normalize_of(const PassArgs& args, cudaStream_t stream) {
 
 template <class T>
 const char* finish_of(const PassArgs& args, cudaStream_t stream) {
-  return for_each_batch(args, [stream](const Batch& batch, unsigned blocks) {
-    update<T><<<blocks, kThreads, 0, stream>>>(batch);
-  });
+  return for_each_batch(
+      args, [stream](const Batch& batch, unsigned blocks) { update<T><<<blocks, kThreads, 0, stream>>>(batch); });
 }
 
 }  // namespace

@@ -40,8 +40,8 @@ struct PassArgs {
   bool nesterov = false;
   double scale = 1.0;  ///< Frobenius norm of the results
   float decay = 1.0F;
-  double* workspace = nullptr;   ///< normalize_workspace(...) values
-  bool* finite = nullptr;        ///< one a matrix, or null
+  double* workspace = nullptr;    ///< normalize_workspace(...) values
+  bool* finite = nullptr;         ///< one a matrix, or null
   std::int32_t* zeros = nullptr;  ///< normalize() sets `zero_count` of them to zero before it ends
   std::int64_t zero_count = 0;
 };

@@ -1,8 +1,8 @@
 // Runs a work list of dependent fp16 matrix products on a Hopper GPU (compute capability 9.0) in one launch.
 // Raw pointers and a stream: no torch and no CUDA header.
 //
-// Results do not depend on the widths of the tiles, on the place of an item in the list or on what else is in it: every element
-// is one fp32 sum over the depth index in rising order, and of a symmetric product only i >= j is computed.
+// Results do not depend on the widths of the tiles, on the place of an item in the list or on what else is in it: every
+// element is one fp32 sum over the depth index in rising order, and of a symmetric product only i >= j is computed.
 #pragma once
 
 #include <cstddef>

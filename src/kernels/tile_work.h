@@ -1,10 +1,10 @@
 // What the tile-product kernel executes: a table of products and a list of output tiles, both in device memory.
 //
-// A product is D = alpha * A B + beta * C on fp16 matrices with fp32 accumulation.  A work item names a tile of D, which
-// one thread block computes.  Items wait for the panels (kBlock rows or columns) of earlier products that
-// they read, by counters in device memory, so products that depend on each other run in one launch.  Thread blocks
-// take items in list order, whichever is free: an item may only wait for items before it, and then the list runs to its
-// end on any number of resident thread blocks.
+// A product is D = alpha * A B + beta * C on fp16 matrices with fp32 accumulation.  A work item names a tile of D,
+// which one thread block computes.  Items wait for the panels (kBlock rows or columns) of earlier products that they
+// read, by counters in device memory, so products that depend on each other run in one launch.  Thread blocks take
+// items in list order, whichever is free: an item may only wait for items before it, and then the list runs to its end
+// on any number of resident thread blocks.
 //
 // Written by newton_schulz (src/newton_schulz/work_list.h), read by tile_product.cu.  Plain data, no CUDA header.
 #pragma once
@@ -37,12 +37,12 @@ struct alignas(16) TileOp {
   std::int32_t rows = 0;
   std::int32_t cols = 0;
   std::int32_t depth = 0;
-  std::int32_t symmetric = 0;   ///< only blocks on and below the diagonal are computed, and mirrored
-  std::int32_t width = 4;        ///< of its tiles, in boxes: 1, 2 or 4; tiles at a diagonal may be narrower
-  std::int32_t depth_major = 3;  ///< bit 0: A lies depth-major ([rows, depth]); bit 1: B does ([cols, depth])
-  PanelWait row_waits[2];       ///< base + block row
-  PanelWait col_waits[2];       ///< base + block column
-  PanelWait all_wait;           ///< base alone
+  std::int32_t symmetric = 0;     ///< only blocks on and below the diagonal are computed, and mirrored
+  std::int32_t width = 4;         ///< of its tiles, in boxes: 1, 2 or 4; tiles at a diagonal may be narrower
+  std::int32_t depth_major = 3;   ///< bit 0: A lies depth-major ([rows, depth]); bit 1: B does ([cols, depth])
+  PanelWait row_waits[2];         ///< base + block row
+  PanelWait col_waits[2];         ///< base + block column
+  PanelWait all_wait;             ///< base alone
   std::int32_t signal_rows = -1;  ///< counters[signal_rows + block row] counts blocks of that row, and so on
   std::int32_t signal_cols = -1;
   std::int32_t signal_all = -1;
@@ -50,8 +50,8 @@ struct alignas(16) TileOp {
 };
 static_assert(sizeof(TileOp) == 128, "one warp copies it, four bytes a lane");
 
-/// A tile of D: one block high, `boxes` boxes wide (1, 2 or 4, at most TileOp::width).  It starts at a block row and a box
-/// column, an even one if the tile is wider than a box.
+/// A tile of D: one block high, `boxes` boxes wide (1, 2 or 4, at most TileOp::width).  It starts at a block row and a
+/// box column, an even one if the tile is wider than a box.
 struct WorkItem {
   std::int32_t op = 0;
   std::int16_t block_row = 0;

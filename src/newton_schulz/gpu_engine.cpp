@@ -43,9 +43,8 @@ int slots_for(const std::vector<WorkMatrix>& matrices) {
 }
 
 WorkList list_for(const std::vector<WorkMatrix>& matrices, const NsOptions& options) {
-  return make_work_list(
-      matrices, options.coefficients,
-      {.slots = slots_for(matrices), .prescale = kHalfPrescale, .multiprocessors = kMultiprocessors});
+  return make_work_list(matrices, options.coefficients,
+                        {.slots = slots_for(matrices), .prescale = kHalfPrescale, .multiprocessors = kMultiprocessors});
 }
 
 constexpr std::size_t kMaxPrepared = 32;  // lists kept, and places of the workspace for each
@@ -200,8 +199,7 @@ void run_part(Part& part, const NsOptions& options, kernels::PassArgs common, co
     part.matrices[i].ld = tensor.ld;
   };
   for (std::size_t i = 0; i < part.matrices.size(); ++i) place(i, list.inputs);
-  const at::Tensor workspace =
-      at::empty({kernels::normalize_workspace(part.matrices)}, on_device.dtype(at::kDouble));
+  const at::Tensor workspace = at::empty({kernels::normalize_workspace(part.matrices)}, on_device.dtype(at::kDouble));
   common.matrices = part.matrices;
   common.scale = std::ldexp(1.0, kHalfPrescale);
   common.workspace = workspace.data_ptr<double>();
@@ -244,7 +242,8 @@ std::vector<at::Tensor> gpu_newton_schulz(const std::vector<at::Tensor>& matrice
                     .rows = matrix.size(0),
                     .cols = matrix.size(1)});
   }
-  for (Part& part : parts_of(list)) run_part(part, options, {.matrices = {}, .scalar = scalar_of(matrices.front())}, device);
+  for (Part& part : parts_of(list))
+    run_part(part, options, {.matrices = {}, .scalar = scalar_of(matrices.front())}, device);
   return outputs;
 }
 

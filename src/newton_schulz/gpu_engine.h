@@ -1,10 +1,10 @@
 // Newton-Schulz of whole lists of matrices on Hopper GPUs, with the momentum before and the update after it fused in.
 //
-// A list is cut into parts of at most kMaxPartElements elements, which bounds the workspace; a part is three elementwise
-// launches and one of the tile-product kernel, which holds all its products.  Work lists are made once for a list of
-// shapes and kept in device memory.  The work queues on the current stream of the matrices' device and never
-// synchronises; the first time a list, or a new place of the workspace, is seen the host waits for a small copy.  May be
-// captured in a CUDA graph.  Bits depend on the matrix and the options alone.
+// A list is cut into parts of at most kMaxPartElements elements, which bounds the workspace; a part is three
+// elementwise launches and one of the tile-product kernel, which holds all its products.  Work lists are made once for
+// a list of shapes and kept in device memory.  The work queues on the current stream of the matrices' device and never
+// synchronises; the first time a list, or a new place of the workspace, is seen the host waits for a small copy.  May
+// be captured in a CUDA graph.  Bits depend on the matrix and the options alone.
 //
 // Called by newton_schulz() and, through optim, by the Muon step.  The matrices of a call are not empty, on one device.
 #pragma once
@@ -18,8 +18,8 @@
 
 namespace dmuon {
 
-/// 128 Mi: 512 MiB for both iterates of each matrix.
-inline constexpr std::int64_t kMaxPartElements = std::int64_t{1} << 27;
+/// 256 Mi: 1 GiB for both iterates of each matrix.
+inline constexpr std::int64_t kMaxPartElements = std::int64_t{1} << 28;
 
 /// True if this build and the device (compute capability 9.0) have the kernels.
 [[nodiscard]] bool gpu_engine_supports(const at::Device& device);
@@ -43,7 +43,7 @@ struct GpuMuonOptions {
 };
 
 /// Returns, per matrix, a bool scalar tensor on the device: whether its direction was finite.
-[[nodiscard]] std::vector<at::Tensor> gpu_muon_step(const std::vector<GpuMuonMatrix>& matrices, const GpuMuonOptions& muon,
-                                                    const NsOptions& options);
+[[nodiscard]] std::vector<at::Tensor> gpu_muon_step(const std::vector<GpuMuonMatrix>& matrices,
+                                                    const GpuMuonOptions& muon, const NsOptions& options);
 
 }  // namespace dmuon

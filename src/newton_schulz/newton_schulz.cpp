@@ -40,7 +40,7 @@ void check_matrices(const std::vector<at::Tensor>& matrices) {
 
 // A list whose matrices can be worked on together: equal dtype and device, and equal shape where `by_shape`.
 std::vector<Group> grouped(const std::vector<at::Tensor>& matrices, const std::vector<std::size_t>& places,
-                                bool by_shape) {
+                           bool by_shape) {
   std::map<std::tuple<std::int64_t, std::int64_t, at::ScalarType, std::string>, Group> groups;
   for (const std::size_t i : places) {
     const at::Tensor& matrix = matrices[i];

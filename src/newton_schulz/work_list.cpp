@@ -17,9 +17,9 @@ using kernels::PanelWait;
 using kernels::TileOp;
 using kernels::WorkItem;
 
-constexpr std::int64_t kLineElements = 8;       // the copy engine wants lines of whole 16 bytes
-constexpr std::int64_t kAlignElements = 128;    // and we start each tensor at 256
-constexpr int kRowsInOrder = 16;        // block rows whose tiles are listed together, to share operands in L2
+constexpr std::int64_t kLineElements = 8;     // the copy engine wants lines of whole 16 bytes
+constexpr std::int64_t kAlignElements = 128;  // and we start each tensor at 256
+constexpr int kRowsInOrder = 16;              // block rows whose tiles are listed together, to share operands in L2
 
 std::int64_t rounded_up(std::int64_t x, std::int64_t to) { return (x + to - 1) / to * to; }
 int blocks_of(std::int64_t extent) { return static_cast<int>((extent + kBlock - 1) / kBlock); }
@@ -86,9 +86,13 @@ class Builder {
 class Chain {
  public:
   Chain(Builder& builder, const WorkMatrix& matrix, const Slot& slot)
-      : builder_(builder), slot_(slot), wide_(matrix.rows <= matrix.cols), n_(std::min(matrix.rows, matrix.cols)),
+      : builder_(builder),
+        slot_(slot),
+        wide_(matrix.rows <= matrix.cols),
+        n_(std::min(matrix.rows, matrix.cols)),
         m_(std::max(matrix.rows, matrix.cols)) {
-    x_ = {Panels{builder.add_tensor(matrix.rows, matrix.cols), {}}, Panels{builder.add_tensor(matrix.rows, matrix.cols), {}}};
+    x_ = {Panels{builder.add_tensor(matrix.rows, matrix.cols), {}},
+          Panels{builder.add_tensor(matrix.rows, matrix.cols), {}}};
   }
 
   void add_segment(std::span<const NsCoefficients> steps, int prescale);
@@ -273,15 +277,15 @@ std::vector<int> Builder::add_matrix(const WorkMatrix& matrix, std::size_t index
 }
 
 // Rows in groups, column by column: neighbours in the list share operands.  The last tile of a symmetric product's row
-// is cut where the diagonal block ends; these narrow tiles come last, where they even out the load.
+// is cut where the diagonal block ends; a group's narrow tiles come last, where they even out the load.
 void Builder::add_tiles(int index, int alike) {
   TileOp& op = list.ops[static_cast<std::size_t>(index)];
   const int width = options_.width != 0 ? options_.width : tile_width(op, alike, options_.multiprocessors);
   op.width = width;
   const int rows = blocks_of(op.rows);
   const int cols = 2 * blocks_of(op.cols);
-  std::vector<WorkItem> narrow;
   for (int first = 0; first < rows; first += kRowsInOrder) {
+    std::vector<WorkItem> narrow;
     for (int col = 0; col < cols; col += width) {
       for (int row = first; row < std::min(rows, first + kRowsInOrder); ++row) {
         const int end = op.symmetric != 0 ? 2 * (row + 1) : cols;
@@ -291,8 +295,8 @@ void Builder::add_tiles(int index, int alike) {
         to.push_back({index, static_cast<std::int16_t>(row), static_cast<std::int16_t>(col), boxes});
       }
     }
+    list.items.insert(list.items.end(), narrow.begin(), narrow.end());
   }
-  list.items.insert(list.items.end(), narrow.begin(), narrow.end());
 }
 
 }  // namespace
@@ -327,7 +331,9 @@ WorkList make_work_list(std::span<const WorkMatrix> matrices, std::span<const Ns
   std::int64_t n = 0;
   for (const WorkMatrix& matrix : matrices) n = std::max(n, std::min(matrix.rows, matrix.cols));
   std::vector<Slot> slots;
-  const auto slot_count = std::min<std::size_t>(static_cast<std::size_t>(options.slots), matrices.size());
+  const auto most = std::min<std::size_t>(static_cast<std::size_t>(options.slots), matrices.size());
+  const std::size_t groups = (matrices.size() + most - 1) / most;
+  const std::size_t slot_count = (matrices.size() + groups - 1) / groups;  // no small rest at the end
   for (std::size_t i = 0; i < slot_count; ++i) slots.push_back(builder.add_slot(n));
 
   for (std::size_t first = 0; first < matrices.size(); first += slot_count) {

@@ -1,8 +1,8 @@
 // All Newton-Schulz products of a list of matrices as one work list for the tile-product kernel.
 //
-// Plain C++: no torch, no CUDA.  The arithmetic is that of iteration.h, in the same order.  A matrix keeps its iterate X
-// in two tensors of its own; the square matrices of the iteration lie in a slot that matrices take in turn.  Matrices of
-// different slots advance side by side, so that one fills the GPU while another's next product waits.
+// Plain C++: no torch, no CUDA.  The arithmetic is that of iteration.h, in the same order.  A matrix keeps its iterate
+// X in two tensors of its own; the square matrices of the iteration lie in a slot that matrices take in turn.  Matrices
+// of different slots advance side by side, so that one fills the GPU while another's next product waits.
 //
 // Products wait for panels, not for whole products: a tile of S T reads one block row of S and one block column of T.
 // What need not be waited for is explained at each product in work_list.cpp.
@@ -48,8 +48,8 @@ struct WorkOptions {
   int width = 0;  ///< of all tiles, in boxes; 0 for tile_width
 };
 
-/// Boxes to make the tiles of a product wide when `alike` such products are in work side by side.  Narrow tiles fill the
-/// GPU with few products, wide ones load less for each operation.
+/// Boxes to make the tiles of a product wide when `alike` such products are in work side by side.  Narrow tiles fill
+/// the GPU with few products, wide ones load less for each operation.
 [[nodiscard]] int tile_width(const kernels::TileOp& op, int alike, int multiprocessors);
 
 /// `steps` is not empty.  Restarts outside [1, steps) do nothing.

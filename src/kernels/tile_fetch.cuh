@@ -1,0 +1,158 @@
+// The warps that fetch: the scheduler takes tickets and waits for what an item reads; the loader fills the stages.
+#pragma once
+
+#include "kernels/tile_shared.cuh"
+
+namespace dmuon::kernels::tiles {
+
+// --- scheduler ------------------------------------------------------------------------------------------------------
+
+__device__ inline void prefetch_maps(const TileProductArgs& args, const TileOp& op, int lane) {
+  if (lane == 0) prefetch_map(map_at(args, op.a));
+  if (lane == 1) prefetch_map(map_at(args, op.b));
+  if (lane == 2) prefetch_map(map_at(args, op.c));
+  if (lane == 3) prefetch_map(map_at(args, op.d));
+}
+
+// What lane `lane` waits for, as a counter and its target; -1 for nothing.
+__device__ inline PanelWait wait_of_lane(const TileOp& op, const WorkItem& item, int lane) {
+  const int panel = lane / 2 - 1;  // of the columns: the tile lies in one or two
+  if (lane < 2) {
+    const PanelWait wait = op.row_waits[lane];
+    return {wait.base >= 0 ? wait.base + item.block_row : -1, wait.target};
+  }
+  const int col = item.box_col / 2 + panel;
+  if (lane < 6 && 2 * panel < item.boxes && col < blocks_of(op.cols)) {
+    const PanelWait wait = op.col_waits[lane % 2];
+    return {wait.base >= 0 ? wait.base + col : -1, wait.target};
+  }
+  return lane == 6 ? op.all_wait : PanelWait{};
+}
+
+__device__ inline void wait_for(const int* counters, const PanelWait& wait) {
+  bool reached = wait.base < 0;
+  while (true) {
+    if (!reached) reached = load_acquire(counters + wait.base) >= wait.target;
+    if (__all_sync(~0U, reached)) return;
+  }
+}
+
+__device__ inline void schedule(Shared& shared, const TileProductArgs& args) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int* tickets = args.counters + args.counter_count - 1;
+  for (Ring<kSlots> ring;; ring.advance()) {
+    Slot& slot = shared.slots[ring.index];
+    int ticket = 0;
+    if (lane == 0) {
+      barrier_wait(shared_address(&shared.slot_free[ring.index]), ring.parity ^ 1U);
+      ticket = atomicAdd(tickets, 1);
+    }
+    ticket = __shfl_sync(~0U, ticket, 0);
+    WorkItem item{};
+    if (ticket < args.item_count) {
+      item = args.items[ticket];
+      reinterpret_cast<int*>(&slot.op)[lane] = reinterpret_cast<const int*>(args.ops + item.op)[lane];
+      __syncwarp();
+      prefetch_maps(args, slot.op, lane);
+      wait_for(args.counters, wait_of_lane(slot.op, item, lane));
+    }
+    if (lane == 0) slot.item = item;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&shared.slot_full[ring.index]));
+    if (item.boxes == 0) return;
+  }
+}
+
+// --- loader ---------------------------------------------------------------------------------------------------------
+
+// Boxes of an operand: where the first lies, and how far the next box and the next depth are.
+struct Boxes {
+  const void* map;
+  int2 place;
+  int2 next;
+  int2 step;
+
+  __device__ void load(int count, std::uint32_t to, std::uint32_t full) const {
+    for (int i = 0; i < count; ++i) load_box(to + i * kBoxBytes, map, place.x + i * next.x, place.y + i * next.y, full);
+  }
+
+  __device__ void advance() {
+    place.x += step.x;
+    place.y += step.y;
+  }
+};
+
+// `along` is the first row of A or column of B.
+__device__ inline Boxes operand_boxes(const void* map, bool depth_major, int along) {
+  if (depth_major) return {map, make_int2(0, along), make_int2(0, kBox), make_int2(kBox, 0)};
+  return {map, make_int2(along, 0), make_int2(kBox, 0), make_int2(0, kBox)};
+}
+
+struct Loader {
+  Shared& shared;
+  const TileProductArgs& args;
+  StageRing stages;
+
+  __device__ void wait_free(int index, unsigned parity) {
+    barrier_wait(shared_address(&shared.stage_free[index]), parity ^ 1U);
+  }
+
+  // Stages of another size may only be written when all of the old ones are read.
+  __device__ void cut(int width) {
+    if (width == stages.width) return;
+    for (int i = 0; i < stages.count; ++i) wait_free(i, (stages.parities >> i) & 1U);
+    stages.cut(width);
+  }
+
+  // The next stage's barrier, with `boxes` boxes to come.
+  __device__ std::uint32_t open_stage(int boxes) {
+    wait_free(stages.index, stages.parity());
+    const std::uint32_t full = shared_address(&shared.stage_full[stages.index]);
+    barrier_arrive_expect(full, static_cast<unsigned>(boxes * kBoxBytes));
+    return full;
+  }
+
+  __device__ void load_operands(const TileOp& op, const WorkItem& item) {
+    Boxes a = operand_boxes(map_at(args, op.a), (op.depth_major & 1) != 0, item.block_row * kBlock);
+    Boxes b = operand_boxes(map_at(args, op.b), (op.depth_major & 2) != 0, item.box_col * kBox);
+    const int boxes = item.boxes;
+    for (int step = steps_of(op.depth); step > 0; --step) {
+      const std::uint32_t full = open_stage(kABoxes + boxes);
+      a.load(kABoxes, stages.place, full);
+      b.load(boxes, stages.place + kABoxes * kBoxBytes, full);
+      a.advance();
+      b.advance();
+      stages.advance();
+    }
+  }
+
+  // The boxes of C that the multipliers need after the last depth: c_columns() columns at a time, each of both rows.
+  __device__ void load_c(const TileOp& op, const WorkItem& item) {
+    const int columns = c_columns(item.boxes);
+    for (int col = 0; col < item.boxes; col += columns) {
+      const std::uint32_t full = open_stage(kMultipliers * columns);
+      for (int i = 0; i < columns; ++i) {
+        const int2 place = make_int2((item.box_col + col + i) * kBox, item.block_row * kBlock);
+        const Boxes both{map_at(args, op.c), place, make_int2(0, kBox), {}};
+        both.load(kMultipliers, stages.place + i * kMultipliers * kBoxBytes, full);
+      }
+      stages.advance();
+    }
+  }
+};
+
+__device__ inline void load(Shared& shared, const TileProductArgs& args) {
+  Loader loader{shared, args, StageRing(shared)};
+  for (Ring<kSlots> slots;; slots.advance()) {
+    barrier_wait(shared_address(&shared.slot_full[slots.index]), slots.parity);
+    const Slot& slot = shared.slots[slots.index];
+    if (slot.item.boxes == 0) return;
+    loader.cut(slot.op.width);
+    fence_async();  // what the scheduler waited for was written by copy engines, and is read by this one
+    loader.load_operands(slot.op, slot.item);
+    if (slot.op.beta != 0.0F) loader.load_c(slot.op, slot.item);
+    barrier_arrive(shared_address(&shared.slot_free[slots.index]));
+  }
+}
+
+}  // namespace dmuon::kernels::tiles

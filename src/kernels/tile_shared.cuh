@@ -1,0 +1,125 @@
+// What the warps of a thread block of the tile-product kernel share: memory, barriers and rings.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/hopper.cuh"
+#include "kernels/tile_product.h"
+
+namespace dmuon::kernels::tiles {
+
+using namespace hopper;  // NOLINT
+
+constexpr int kBoxBytes = kBox * kBox * 2;  // 8 KiB
+constexpr int kMultipliers = 2;             // warpgroups of 64 rows
+constexpr int kThreads = 128 * (1 + kMultipliers);
+constexpr int kSlots = 4;
+constexpr int kStagingBoxes = 2;  // for each multiplier
+constexpr int kMaxSharedBytes = 232448;
+constexpr int kAlignment = 1024;                                   // of boxes: the swizzle repeats every 8 lines
+constexpr int kSlotReaders = 1 + kMultipliers + 4 * kMultipliers;  // loader, storers, multiplier warps
+
+struct alignas(16) Slot {
+  TileOp op;
+  WorkItem item;  // boxes is 0 after the last one
+};
+
+// A stage holds A's and B's boxes at one depth, or boxes of C.  The memory for stages is cut anew for products of
+// another tile width, so that narrow tiles have as many bytes on their way.
+constexpr int kABoxes = kBlock / kBox;
+constexpr int kMaxBoxes = 4;
+constexpr int kStageBoxes = 4 * (kABoxes + kMaxBoxes);  // of all stages: 4 of the widest, 6 or 8 of the others
+constexpr int kMaxStages = kStageBoxes / (kABoxes + 1);
+
+// Boxes of C in a stage: both of the block's rows by so many columns.
+constexpr __host__ __device__ int c_columns(int boxes) { return boxes < 2 ? boxes : 2; }
+
+struct Shared {
+  std::uint8_t stages[kStageBoxes][kBoxBytes];
+  std::uint8_t staging[kMultipliers][kStagingBoxes][kBoxBytes];
+  Slot slots[kSlots];
+  std::uint64_t stage_full[kMaxStages];
+  std::uint64_t stage_free[kMaxStages];
+  std::uint64_t slot_full[kSlots];
+  std::uint64_t slot_free[kSlots];
+  std::uint64_t staged[kMultipliers][kStagingBoxes];
+  std::uint64_t stored[kMultipliers][kStagingBoxes];
+};
+
+// A place in a ring of kCount, and the parity of the current round.
+template <int kCount>
+struct Ring {
+  int index = 0;
+  unsigned parity = 0;
+
+  __device__ void advance() {
+    if (++index == kCount) {
+      index = 0;
+      parity ^= 1U;
+    }
+  }
+};
+
+// The stages in use: where the next one lies, and the parity of each one's next round.
+struct StageRing {
+  std::uint32_t memory;  // of all stages
+  std::uint32_t place;
+  std::uint32_t bytes = 0;  // of a stage
+  int width = 0;            // in boxes, of the tiles that the memory is cut for
+  int count = 0;
+  int index = 0;
+  unsigned parities = 0;
+
+  __device__ explicit StageRing(const Shared& shared) : memory(shared_address(shared.stages)), place(memory) {}
+
+  __device__ unsigned parity() const { return (parities >> index) & 1U; }
+
+  __device__ void advance() {
+    parities ^= 1U << index;
+    place += bytes;
+    if (++index < count) return;
+    index = 0;
+    place = memory;
+  }
+
+  __device__ void cut(int new_width) {
+    width = new_width;
+    bytes = static_cast<std::uint32_t>((kABoxes + width) * kBoxBytes);
+    count = width == 4 ? kStageBoxes / (kABoxes + 4) : width == 2 ? kStageBoxes / (kABoxes + 2) : kMaxStages;
+    index = 0;
+    place = memory;
+  }
+};
+
+__device__ inline void init_barriers(Shared& shared) {
+  for (std::uint64_t& barrier : shared.stage_full) barrier_init(shared_address(&barrier), 1);
+  for (std::uint64_t& barrier : shared.stage_free) barrier_init(shared_address(&barrier), kMultipliers);
+  for (std::uint64_t& barrier : shared.slot_full) barrier_init(shared_address(&barrier), 1);
+  for (std::uint64_t& barrier : shared.slot_free) barrier_init(shared_address(&barrier), kSlotReaders);
+  for (int i = 0; i < kMultipliers; ++i) {
+    for (std::uint64_t& barrier : shared.staged[i]) barrier_init(shared_address(&barrier), 128);
+    for (std::uint64_t& barrier : shared.stored[i]) barrier_init(shared_address(&barrier), 1);
+  }
+  fence_barrier_init();
+}
+
+__device__ inline const void* map_at(const TileProductArgs& args, int tensor) {
+  return static_cast<const std::uint8_t*>(args.tensor_maps) + static_cast<std::size_t>(tensor) * kTensorMapBytes;
+}
+
+__device__ inline int blocks_of(int extent) { return (extent + kBlock - 1) / kBlock; }
+__device__ inline int steps_of(int depth) { return (depth + kBox - 1) / kBox; }
+
+enum class BoxKind { kNone, kFull, kDiagonal };
+
+// Output box (row, col), counted in boxes.  Of a symmetric product nothing above the diagonal is kept.
+__device__ inline BoxKind kind_of_box(const TileOp& op, int row, int col) {
+  if (row * kBox >= op.rows || col * kBox >= op.cols) return BoxKind::kNone;
+  if (op.symmetric == 0 || row > col) return BoxKind::kFull;
+  return row == col ? BoxKind::kDiagonal : BoxKind::kNone;
+}
+
+}  // namespace dmuon::kernels::tiles

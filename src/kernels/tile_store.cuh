@@ -1,0 +1,92 @@
+// The warps that store: they write the boxes that a multiplier has staged and signal the finished blocks.
+#pragma once
+
+#include "kernels/tile_shared.cuh"
+
+namespace dmuon::kernels::tiles {
+
+// Takes the staged boxes in the order in which the multiplier stages them.
+struct Storer {
+  Shared& shared;
+  const TileProductArgs& args;
+  int which;
+  Ring<kStagingBoxes> ring;
+  int unread = -1;  // the box of the last store, which may still be read
+
+  __device__ std::uint32_t wait_staged() {
+    barrier_wait(shared_address(&shared.staged[which][ring.index]), ring.parity);
+    return shared_address(shared.staging[which][ring.index]);
+  }
+
+  __device__ void free_unread() {
+    if (unread >= 0) barrier_arrive(shared_address(&shared.stored[which][unread]));
+  }
+
+  // The box before this one is read by now, or soon.
+  __device__ void commit() {
+    store_commit();
+    store_wait_read<1>();
+    free_unread();
+    unread = ring.index;
+    ring.advance();
+  }
+
+  __device__ void finish() {
+    store_wait_read<0>();
+    free_unread();
+    unread = -1;
+    store_wait();
+  }
+
+  __device__ void store(const TileOp& op, BoxKind kind, int row, int col) {
+    const bool both = op.d2 >= 0;
+    std::uint32_t from = wait_staged();
+    store_box(map_at(args, op.d), col * kBox, row * kBox, from);
+    if (both && kind == BoxKind::kFull) store_box(map_at(args, op.d2), col * kBox, row * kBox, from);
+    commit();
+    if (op.symmetric == 0 || (kind == BoxKind::kDiagonal && !both)) return;
+    from = wait_staged();
+    if (kind == BoxKind::kDiagonal) {
+      store_box(map_at(args, op.d2), col * kBox, row * kBox, from);
+    } else {
+      store_box(map_at(args, op.d), row * kBox, col * kBox, from);
+      if (both) store_box(map_at(args, op.d2), row * kBox, col * kBox, from);
+    }
+    commit();
+  }
+};
+
+// Tells the items that wait for these boxes.  Both storers do, each for its half of every block.  Of a symmetric
+// product no item covers a block above the diagonal, so every panel is touched by as many blocks as there are panels.
+__device__ inline void signal(const TileOp& op, const WorkItem& item, int* counters) {
+  int count = 0;
+  const int boxes = c_columns(item.boxes);  // of a panel
+  for (int panel = item.box_col / 2; 2 * panel < item.box_col + item.boxes && panel < blocks_of(op.cols); ++panel) {
+    count += boxes;
+    if (op.signal_cols >= 0 && (op.symmetric == 0 || panel != item.block_row)) {
+      add_relaxed(counters + op.signal_cols + panel, boxes);
+    }
+  }
+  if (op.signal_rows >= 0) add_relaxed(counters + op.signal_rows + item.block_row, count);
+  if (op.signal_all >= 0) add_relaxed(counters + op.signal_all, count);
+}
+
+__device__ inline void store(Shared& shared, const TileProductArgs& args, int which) {
+  Storer storer{shared, args, which, {}};
+  for (Ring<kSlots> slots;; slots.advance()) {
+    barrier_wait(shared_address(&shared.slot_full[slots.index]), slots.parity);
+    const Slot& slot = shared.slots[slots.index];
+    if (slot.item.boxes == 0) return;
+    const int row = slot.item.block_row * (kBlock / kBox) + which;
+    for (int col = slot.item.box_col; col < slot.item.box_col + slot.item.boxes; ++col) {
+      const BoxKind kind = kind_of_box(slot.op, row, col);
+      if (kind != BoxKind::kNone) storer.store(slot.op, kind, row, col);
+    }
+    storer.finish();
+    __threadfence();
+    signal(slot.op, slot.item, args.counters);
+    barrier_arrive(shared_address(&shared.slot_free[slots.index]));
+  }
+}
+
+}  // namespace dmuon::kernels::tiles
