@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from intervals import Spans, exposed, length, union
 from llama import Llama, LlamaConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import dmuon
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-Spans = list[tuple[float, float]]
 
 
 @dataclass
@@ -104,36 +104,13 @@ def read_trace(trace: Path) -> Kernels:
     )
 
 
-def union(spans: Spans) -> Spans:
-    merged: Spans = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(spans: Spans) -> float:
-    return sum(end - start for start, end in spans)
-
-
-def overlap(a: Spans, b: Spans) -> float:
-    return sum(
-        max(0.0, min(end, other_end) - max(start, other_start))
-        for start, end in union(a)
-        for other_start, other_end in union(b)
-    )
-
-
 def summarize(kernels: Kernels) -> dict[str, float]:
-    publish = length(union(kernels.publish))
-    exposed = publish - overlap(kernels.publish, kernels.compute)
+    publish, bare = length(kernels.publish), exposed(kernels.publish, kernels.compute)
     return {
         "publish_kernels": len(kernels.publish),
         "publish_ms": publish / 1e3,
-        "exposed_ms": exposed / 1e3,
-        "exposed_percent": 100.0 * exposed / publish,
+        "exposed_ms": bare / 1e3,
+        "exposed_percent": 100.0 * bare / publish,
         "span_ms": (max(e for _, e in kernels.compute) - min(s for s, _ in kernels.compute)) / 1e3,
     }
 
