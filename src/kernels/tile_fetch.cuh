@@ -42,11 +42,8 @@ __device__ inline void schedule(Shared& shared, const TileProductArgs& args) {
   int* tickets = args.counters + args.counter_count - 1;
   for (Ring<kSlots> ring;; ring.advance()) {
     Slot& slot = shared.slots[ring.index];
-    int ticket = 0;
-    if (lane == 0) {
-      barrier_wait(shared_address(&shared.slot_free[ring.index]), ring.parity ^ 1U);
-      ticket = atomicAdd(tickets, 1);
-    }
+    barrier_wait(shared_address(&shared.slot_free[ring.index]), ring.parity ^ 1U);
+    int ticket = lane == 0 ? atomicAdd(tickets, 1) : 0;
     ticket = __shfl_sync(~0U, ticket, 0);
     WorkItem item{};
     if (ticket < args.item_count) {
@@ -57,8 +54,7 @@ __device__ inline void schedule(Shared& shared, const TileProductArgs& args) {
       wait_for(args.counters, wait_of_lane(slot.op, item, lane));
     }
     if (lane == 0) slot.item = item;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.slot_full[ring.index]));
+    barrier_arrive(shared_address(&shared.slot_full[ring.index]));
     if (item.boxes == 0) return;
   }
 }

@@ -187,8 +187,7 @@ __device__ inline void multiply_items(Shared& shared, int which) {
     const Slot& slot = shared.slots[slots.index];
     if (slot.item.boxes == 0) return;
     multiplier.run(slot);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.slot_free[slots.index]));
+    barrier_arrive(shared_address(&shared.slot_free[slots.index]));
   }
 }
 

@@ -16,11 +16,11 @@ using namespace hopper;  // NOLINT
 constexpr int kBoxBytes = kBox * kBox * 2;  // 8 KiB
 constexpr int kMultipliers = 2;             // warpgroups of 64 rows
 constexpr int kThreads = 128 * (1 + kMultipliers);
-constexpr int kSlots = 4;
+constexpr int kSlots = 2;         // no more: a ticket that waits here is one that no idle block can take
 constexpr int kStagingBoxes = 2;  // for each multiplier
 constexpr int kMaxSharedBytes = 232448;
-constexpr int kAlignment = 1024;                                   // of boxes: the swizzle repeats every 8 lines
-constexpr int kSlotReaders = 1 + kMultipliers + 4 * kMultipliers;  // loader, storers, multiplier warps
+constexpr int kAlignment = 1024;                                     // of boxes: the swizzle repeats every 8 lines
+constexpr int kSlotReaders = 1 + kMultipliers + 128 * kMultipliers;  // loader, storers, all threads that multiply
 
 struct alignas(16) Slot {
   TileOp op;
@@ -97,7 +97,7 @@ struct StageRing {
 __device__ inline void init_barriers(Shared& shared) {
   for (std::uint64_t& barrier : shared.stage_full) barrier_init(shared_address(&barrier), 1);
   for (std::uint64_t& barrier : shared.stage_free) barrier_init(shared_address(&barrier), kMultipliers);
-  for (std::uint64_t& barrier : shared.slot_full) barrier_init(shared_address(&barrier), 1);
+  for (std::uint64_t& barrier : shared.slot_full) barrier_init(shared_address(&barrier), 32);
   for (std::uint64_t& barrier : shared.slot_free) barrier_init(shared_address(&barrier), kSlotReaders);
   for (int i = 0; i < kMultipliers; ++i) {
     for (std::uint64_t& barrier : shared.staged[i]) barrier_init(shared_address(&barrier), 128);

@@ -13,6 +13,7 @@
 
 #include "dmuon/muon.h"
 #include "dmuon/newton_schulz.h"
+#include "newton_schulz/iteration.h"
 #include "newton_schulz/matrices.h"
 #include "newton_schulz/normalize.h"
 
@@ -79,19 +80,36 @@ TEST_F(NewtonSchulzOnGpu, MeetsTheCriteriaOnTheStressSpectra) {
     for (const char* backend : {"gram", "gram_accurate", "standard"}) {
       const NsOptions options = make_ns_options(backend, 5, "polar_express");
       const bool gram = std::string_view(backend) == "gram";
-      // Symmetric products cost "gram_accurate" up to 0.016 on a rank-one matrix that lives in three rows.
-      const double margin = gram ? 0.06 : std::string_view(backend) == "standard" ? 0.01 : 0.02;
       const at::Tensor exact = reference_polynomial(spectrum.matrix, options.coefficients);
       for (const double scale : {1.0, 1e-42, 1e26}) {
         SCOPED_TRACE(spectrum.name + " " + backend + " * " + std::to_string(scale));
         const at::Tensor found = orthogonalize((spectrum.matrix * scale).to(at::kCUDA), options);
         ASSERT_TRUE(found.isfinite().all().item<bool>());
         if (scale < 1e-40) continue;  // the subnormal input itself is rounded
-        EXPECT_LE(testing::spectral_norm(found), testing::spectral_norm(exact) + margin);
+        // A rank-one matrix in few rows is mostly rounding; it is compared with bf16 below.
+        if (spectrum.name != "rank one in three rows") {
+          EXPECT_LE(testing::spectral_norm(found), testing::spectral_norm(exact) + (gram ? 0.06 : 0.01));
+        }
         if (spectrum.condition > 0.0 || spectrum.name == "gaussian") {
           EXPECT_LE(relative_error(found, exact), gram ? 5e-2 : 2e-2);
         }
       }
+    }
+  }
+}
+
+TEST_F(NewtonSchulzOnGpu, IsNeverWorseThanTheStandardIterationInBf16) {
+  const std::vector<int> every_step = {1, 2, 3, 4};
+  for (const testing::Spectrum& spectrum : testing::stress_spectra(512, 1408)) {
+    if (spectrum.name == "zeros") continue;
+    for (const char* backend : {"gram", "gram_accurate", "standard"}) {
+      const NsOptions options = make_ns_options(backend, 5, "polar_express");
+      const at::Tensor exact = reference_polynomial(spectrum.matrix, options.coefficients);
+      const at::Tensor start = normalize(spectrum.matrix.to(at::kCUDA), at::kBFloat16, 0);
+      const at::Tensor bf16 = iterate(start, options.coefficients, every_step, 0).cpu();
+      EXPECT_LE(relative_error(orthogonalize(spectrum.matrix.to(at::kCUDA), options), exact),
+                relative_error(bf16, exact))
+          << spectrum.name << " " << backend;
     }
   }
 }
@@ -169,7 +187,7 @@ TEST_F(NewtonSchulzOnGpu, FollowsThePolynomialOnRandomListsAtAnyScale) {
     const std::vector<at::Tensor> found = newton_schulz(list, options);
     for (std::size_t i = 0; i < list.size(); ++i) {
       SCOPED_TRACE("round " + std::to_string(round) + ", " + c10::str(list[i].sizes()));
-      EXPECT_LE(relative_error(found[i], reference_polynomial(list[i].cpu(), options.coefficients)), 2e-2);
+      EXPECT_LE(relative_error(found[i].cpu(), reference_polynomial(list[i].cpu(), options.coefficients)), 2e-2);
       EXPECT_TRUE(same_bits(orthogonalize(list[i], options), found[i].cpu()));
     }
   }
@@ -195,8 +213,8 @@ TEST_F(NewtonSchulzOnGpu, MuonStepAgreesWithTheCpu) {
     for (const at::Tensor& finite : muon_step(on_gpu, options)) EXPECT_TRUE(finite.item<bool>());
     (void)muon_step({alone}, options);
     for (std::size_t i = 0; i < on_cpu.size(); ++i) {
-      EXPECT_LE(relative_error(on_gpu[i].momentum, on_cpu[i].momentum), 1e-6) << i;
-      EXPECT_LE(relative_error(on_gpu[i].weight, on_cpu[i].weight), 2e-3) << i;
+      EXPECT_LE(relative_error(on_gpu[i].momentum.cpu(), on_cpu[i].momentum), 1e-6) << i;
+      EXPECT_LE(relative_error(on_gpu[i].weight.cpu(), on_cpu[i].weight), 2e-3) << i;
     }
     EXPECT_TRUE(same_bits(alone.weight, on_gpu[1].weight));
     EXPECT_TRUE(same_bits(alone.momentum, on_gpu[1].momentum));
