@@ -1,0 +1,190 @@
+"""State dicts of a dedicated model: its matrices appear as row-sharded DTensors, as FSDP2's parameters do."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ._handles import Dedication, Site, find_dedications, is_dedicated
+from ._report import publish
+
+Entries = Sequence[tuple[str, list[int], str]]
+_mode: ContextVar[str] = ContextVar("dmuon_checkpoint", default="")
+
+
+@contextlib.contextmanager
+def mode(name: str) -> Iterator[None]:
+    """What `state_dict` and `load_state_dict` of models and optimizers do inside.
+
+    "host": rows go to host memory, matrix by matrix.  "empty": host memory without values, and nothing is sent.
+    "shapes": likewise on the meta device.  "check": loading checks and changes nothing.
+    """
+    token = _mode.set(name)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def current_mode() -> str:
+    return _mode.get()
+
+
+class Rows:
+    """The matrices of one dedication on their way into and out of state dicts.  All methods are collective, in the same
+    order on every rank.
+    """
+
+    def __init__(self, dedication: Dedication, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
+        gather, _, replicate = dedication.comms
+        self.native = torch.classes.dmuon.Checkpoint(dedication.runtime, gather, replicate)
+        self.params = dedication.params
+        self.mesh = _mesh_of_rows(mesh, replicate_mesh)
+        self.placements = (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
+        self.saved: dict[int, DTensor] | None = None
+        """While the root's state dict is made: the weights that are in it, so that tied ones are one tensor."""
+        self.loading = False
+        """The root's load_state_dict is running: everything has been checked."""
+
+    def save(self, index: int, owned: torch.Tensor) -> DTensor:
+        """This rank's rows of `owned` (the matrix's weight or state; real on the owner, ignored elsewhere)."""
+        param = self.params[index]
+        if _mode.get() in ("shapes", "empty"):
+            begin, end = self.native.rows(index)
+            local = torch.empty(end - begin, param.parameter.shape[1], dtype=param.parameter.dtype, device="meta")
+        else:
+            local = self.native.scatter(index, owned.detach() if param.is_owner else None)
+        shape = param.parameter.shape
+        rows = DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=(shape[1], 1))
+        if _mode.get() == "empty":
+            return torch.empty_like(rows, device="cpu")
+        return rows.cpu() if _mode.get() == "host" else rows
+
+    def save_weight(self, index: int) -> DTensor:
+        """Likewise of the master."""
+        if self.saved is None:  # of a submodule's state dict
+            self.begin("state_dict")
+            return self.save(index, self.params[index].parameter)
+        if index not in self.saved:
+            self.saved[index] = self.save(index, self.params[index].parameter)
+        return self.saved[index]
+
+    def begin(
+        self, caller: str, problem: str = "", expected: Entries = (), given: Entries = (), strict: bool = True
+    ) -> None:
+        """Before the first matrix: no rank has a problem, and all were given the same, which is what is expected; or all
+        raise RuntimeError, and nothing was changed.
+        """
+        if _mode.get() not in ("shapes", "empty"):
+            self.native.begin(caller, problem, list(expected), list(given), strict)
+
+    def load(self, index: int, value: torch.Tensor, owned: torch.Tensor) -> None:
+        """`owned`, on the owner, takes the values of a DTensor or of a tensor that is whole on every rank."""
+        begin, end = self.native.rows(index)
+        if not isinstance(value, DTensor):
+            local = value[begin:end]
+        elif value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
+            local = value.to_local()
+        else:
+            local = value.to(value.device_mesh.device_type).full_tensor()[begin:end]
+        self.native.gather(index, local, owned.detach() if self.params[index].is_owner else None)
+
+
+def _mesh_of_rows(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> DeviceMesh:
+    """(replicate, shard) where both are cut from one mesh, as FSDP2 has it; else `mesh`: then every replica describes
+    the same rows, and DCP writes them once all the same.
+    """
+    names = [axis.mesh_dim_names for axis in (replicate_mesh, mesh) if axis is not None]
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    if len(names) < 2 or not all(names) or not set(names[0] + names[1]) <= set(root.mesh_dim_names or ()):
+        return mesh
+    try:
+        return root[names[0] + names[1]]
+    except (KeyError, RuntimeError):  # the root has them in the other order
+        return mesh
+
+
+def attach_state_dict(model: nn.Module, dedication: Dedication, by_module: dict[nn.Module, list[Site]]) -> None:
+    """Makes `state_dict` and `load_state_dict` of the model, and of its submodules, hold and take whole matrices."""
+    rows = dedication.rows
+    for module, sites in by_module.items():
+        _attach_to_module(module, sites, dedication)
+    this = weakref.ref(model)
+
+    def begin(*_: Any) -> None:
+        rows.begin("state_dict")
+        rows.saved = {}
+
+    def end(*_: Any) -> None:
+        rows.saved = None
+
+    model.register_state_dict_pre_hook(begin)
+    model.register_state_dict_post_hook(end)
+
+    def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in torch, but all or nothing: keys and shapes are checked on all ranks before anything changes.
+
+        Collective.  Values: DTensors of any sharding, or whole tensors on every rank.  assign: parameters that are not
+        on the meta device keep their identity and take the values all the same.
+        """
+        model = this()
+        assert model is not None
+        with mode("shapes"):
+            expected = model.state_dict()
+        dedications = list(find_dedications(model))
+        for each in dedications:
+            each.rows.begin("load_state_dict", "", entries(expected), entries(state_dict), strict)
+        if _mode.get() == "check":
+            return None
+        assign = assign and any(p.is_meta for p in model.parameters() if not is_dedicated(p))
+        try:
+            for each in dedications:
+                each.rows.loading = True
+            return type(model).load_state_dict(model, state_dict, strict=strict, assign=assign)
+        finally:
+            for each in dedications:
+                each.rows.loading = False
+            publish(model)
+
+    object.__setattr__(model, "load_state_dict", load_state_dict)
+
+
+def _attach_to_module(module: nn.Module, sites: list[Site], dedication: Dedication) -> None:
+    rows = dedication.rows
+
+    def save(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        for site in sites:
+            state_dict[prefix + site.attribute] = rows.save_weight(site.index)
+
+    def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        for site in (site for site in sites if prefix + site.attribute in state_dict):
+            key, parameter = prefix + site.attribute, rows.params[site.index].parameter
+            if not rows.loading:  # of a submodule, or of a model around the dedicated one
+                expected, given = [(key, list(parameter.shape), "")], entries({key: state_dict[key]})
+                rows.begin("load_state_dict", "", expected, given)
+            rows.load(site.index, state_dict[key], parameter)
+            state_dict[key] = parameter  # for torch, which now copies it onto itself
+            if not rows.loading:
+                dedication.publish()
+
+    module.register_state_dict_post_hook(save)
+    module.register_load_state_dict_pre_hook(load)
+
+
+def entries(state: Mapping[str, Any]) -> Entries:
+    """What ranks compare.  Dedicated matrices, which may be given in any sharding, are meta tensors where expected."""
+    return [(key, list(getattr(value, "shape", ())), _sharding(value)) for key, value in state.items()]
+
+
+def _sharding(value: Any) -> str:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return ""
+    if not isinstance(value, DTensor):
+        return "whole"
+    return f"cut by {value.placements} over {value.device_mesh.mesh_dim_names} {tuple(value.device_mesh.shape)}"
