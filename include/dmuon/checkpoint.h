@@ -76,7 +76,7 @@ struct StateEntry {
 [[nodiscard]] std::string state_problem(const std::vector<StateEntry>& expected, const std::vector<StateEntry>& given,
                                         bool strict);
 
-/// A line an entry: what all ranks must have in common.
+/// A line an entry, in the order of their keys: what all ranks must have in common.
 [[nodiscard]] std::string describe_state(const std::vector<StateEntry>& entries);
 
 /// All ranks say what is wrong with what they were given ("" for nothing) and what it looks like, a line an entry.

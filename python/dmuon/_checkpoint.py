@@ -22,7 +22,7 @@ _mode: ContextVar[str] = ContextVar("dmuon_checkpoint", default="")
 def mode(name: str) -> Iterator[None]:
     """What `state_dict` and `load_state_dict` of models and optimizers do inside.
 
-    "host": rows go to host memory, matrix by matrix.  "empty": host memory without values, and nothing is sent.
+    "host": rows go to host memory, one matrix at a time.  "empty": nothing is sent, host memory without values.
     "shapes": likewise on the meta device.  "check": loading checks and changes nothing.
     """
     token = _mode.set(name)
@@ -37,9 +37,7 @@ def current_mode() -> str:
 
 
 class Rows:
-    """The matrices of one dedication on their way into and out of state dicts.  All methods are collective, in the same
-    order on every rank.
-    """
+    """The matrices of one dedication on their way into and out of state dicts.  All methods are collective."""
 
     def __init__(self, dedication: Dedication, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
         gather, _, replicate = dedication.comms
@@ -56,15 +54,16 @@ class Rows:
         """This rank's rows of `owned` (the matrix's weight or state; real on the owner, ignored elsewhere)."""
         param = self.params[index]
         if _mode.get() in ("shapes", "empty"):
-            begin, end = self.native.rows(index)
-            local = torch.empty(end - begin, param.parameter.shape[1], dtype=param.parameter.dtype, device="meta")
+            local = self.native.empty_rows(index, torch.device("meta"))
         else:
             local = self.native.scatter(index, owned.detach() if param.is_owner else None)
         shape = param.parameter.shape
         rows = DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=(shape[1], 1))
         if _mode.get() == "empty":
             return torch.empty_like(rows, device="cpu")
-        return rows.cpu() if _mode.get() == "host" else rows
+        rows = rows.cpu() if _mode.get() == "host" else rows
+        rows._dmuon_rows = True  # memory of its own
+        return rows
 
     def save_weight(self, index: int) -> DTensor:
         """Likewise of the master."""
@@ -78,35 +77,27 @@ class Rows:
     def begin(
         self, caller: str, problem: str = "", expected: Entries = (), given: Entries = (), strict: bool = True
     ) -> None:
-        """Before the first matrix: no rank has a problem, and all were given the same, which is what is expected; or all
-        raise RuntimeError, and nothing was changed.
-        """
+        """No rank has a problem, and all were given the same, which is what is expected; or all raise RuntimeError."""
         if _mode.get() not in ("shapes", "empty"):
             self.native.begin(caller, problem, list(expected), list(given), strict)
 
     def load(self, index: int, value: torch.Tensor, owned: torch.Tensor) -> None:
         """`owned`, on the owner, takes the values of a DTensor or of a tensor that is whole on every rank."""
-        begin, end = self.native.rows(index)
-        if not isinstance(value, DTensor):
-            local = value[begin:end]
-        elif value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
-            local = value.to_local()
-        else:
-            local = value.to(value.device_mesh.device_type).full_tensor()[begin:end]
-        self.native.gather(index, local, owned.detach() if self.params[index].is_owner else None)
+        whole = getattr(value, "device_mesh", None) != self.mesh or tuple(value.placements) != self.placements
+        if isinstance(value, DTensor):
+            value = value.to(value.device_mesh.device_type).full_tensor() if whole else value.to_local()
+        self.native.gather(index, value, whole, owned.detach() if self.params[index].is_owner else None)
 
 
 def _mesh_of_rows(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> DeviceMesh:
     """(replicate, shard) where both are cut from one mesh, as FSDP2 has it; else `mesh`: then every replica describes
     the same rows, and DCP writes them once all the same.
     """
-    names = [axis.mesh_dim_names for axis in (replicate_mesh, mesh) if axis is not None]
-    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    if len(names) < 2 or not all(names) or not set(names[0] + names[1]) <= set(root.mesh_dim_names or ()):
+    if replicate_mesh is None or not (mesh.mesh_dim_names and replicate_mesh.mesh_dim_names):
         return mesh
     try:
-        return root[names[0] + names[1]]
-    except (KeyError, RuntimeError):  # the root has them in the other order
+        return mesh._get_root_mesh()[replicate_mesh.mesh_dim_names + mesh.mesh_dim_names]
+    except (AttributeError, KeyError, RuntimeError):  # no such root, or its axes are in the other order
         return mesh
 
 
@@ -121,11 +112,8 @@ def attach_state_dict(model: nn.Module, dedication: Dedication, by_module: dict[
         rows.begin("state_dict")
         rows.saved = {}
 
-    def end(*_: Any) -> None:
-        rows.saved = None
-
     model.register_state_dict_pre_hook(begin)
-    model.register_state_dict_post_hook(end)
+    model.register_state_dict_post_hook(lambda *_: setattr(rows, "saved", None))
 
     def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch, but all or nothing: keys and shapes are checked on all ranks before anything changes.

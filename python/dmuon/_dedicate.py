@@ -111,11 +111,18 @@ def _process_groups(*axes: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [axis.get_group() for axis in axes if axis is not None]
 
 
+class _Groups(dict):
+    """Of a mesh; a copy of the mesh, as torch's async_save makes, has none."""
+
+    def __reduce__(self) -> tuple:
+        return _Groups, ()
+
+
 def _communicator(axis: DeviceMesh, purpose: str, device: torch.device, reproducible: bool) -> torch.ScriptObject:
     """Over a process group of its own, one per mesh object and purpose: its collectives neither queue behind FSDP2's or
     each other's nor depend on their order.
     """
-    groups = axis.__dict__.setdefault("_dmuon_groups", {})
+    groups = axis.__dict__.setdefault("_dmuon_groups", _Groups())
     if purpose not in groups:
         ranks = dist.get_process_group_ranks(axis.get_group())
         groups[purpose] = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"dmuon_{purpose}")

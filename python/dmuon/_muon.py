@@ -217,9 +217,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """As in torch, with the state that a first step would make already there: torch's checkpoint functions look at it
-        to learn what to load.
-        """
+        """With what a first step would make already there: torch's checkpoint functions look here for what to load."""
         if self.__dict__.get("_complete"):
             fill(self)
         return self._state
@@ -239,10 +237,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; collective, and all or nothing: everything is checked on all ranks before anything changes.
+        """As in torch; collective, all or nothing.  Momentum: DTensors of any sharding, or whole tensors on every rank.
 
-        Momentum: DTensors of any sharding, or whole tensors on every rank.
-        Raises RuntimeError, on every rank, for other groups, other shapes, or a newer format version.
+        Raises RuntimeError, on every rank before anything changes, for other groups, other shapes, a newer version.
         """
         unpacked = unpack(self, state_dict)
         if unpacked is None:

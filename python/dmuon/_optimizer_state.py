@@ -4,6 +4,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ._checkpoint import Rows, current_mode, entries
 
@@ -50,9 +51,9 @@ def pack(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
     for dedication in optimizer.dedications:
         dedication.rows.begin("Muon.state_dict")
     for key, p in enumerate(params_of(optimizer.param_groups)):
-        if p in where and key in packed["state"]:
+        if p in where and MOMENTUM in (values := packed["state"].pop(key, {})):
             rows, index = where[p]
-            packed["state"][key] = {MOMENTUM: rows.save(index, packed["state"][key][MOMENTUM])}
+            packed["state"][key] = {MOMENTUM: rows.save(index, values[MOMENTUM])}
     return packed
 
 
@@ -71,7 +72,7 @@ def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[
         return None
     merged = [mine | theirs | _of_this_run(mine) for mine, theirs in zip(groups, saved, strict=True)]
     keys = dict(zip(params_of(groups), params_of(saved), strict=True))
-    rest = {keys[p]: values for p, values in state.items() if p not in where}
+    rest = {keys[p]: tree_map_only(torch.Tensor, torch.clone, state[p]) for p in state if p not in where}
     return {"state": rest, "param_groups": merged}, {p: state[p][MOMENTUM] for p in state if p in where}
 
 

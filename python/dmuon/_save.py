@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as torch_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
@@ -20,23 +21,26 @@ from ._optimizer_state import ADAMW, MOMENTUM, params_of
 
 
 def get_state_dict(model: nn.Module, optimizer: Muon | None = None, *, cpu_offload: bool = True) -> dict[str, Any]:
-    """{"model": ..., "optimizer": ...}: torch's get_model_state_dict and get_optimizer_state_dict (flattened, so that
-    another run may group parameters otherwise); collective.
+    """{"model": ..., "optimizer": ...} from torch's get_model_state_dict and get_optimizer_state_dict (flattened, so
+    that another run may group parameters otherwise); collective.
 
-    cpu_offload: a snapshot in host memory.  Matrices go there one at a time, and the device needs memory for one matrix.
-    False: as torch's functions, with rows of all matrices on the device.
+    cpu_offload: a snapshot in host memory, for which the device needs memory for one matrix.  False: as torch's own
+    functions, with rows of all matrices on the device.
     """
     options = torch_state.StateDictOptions(flatten_optimizer_state_dict=True)
     with mode("host") if cpu_offload else nullcontext():
         state = {"model": torch_state.get_model_state_dict(model, options=options)}
         if optimizer is not None:
             state["optimizer"] = torch_state.get_optimizer_state_dict(model, optimizer, options=options)
-    return tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), state) if cpu_offload else state
+    if not cpu_offload:
+        return state
+    own = "_dmuon_rows"  # copies already
+    return tree_map_only(torch.Tensor, lambda t: t if hasattr(t, own) else t.detach().to("cpu", copy=True), state)
 
 
 def set_state_dict(model: nn.Module, optimizer: Muon | None, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Takes what `get_state_dict` gave, on any mesh; collective.  All or nothing: model and optimizer are both checked on
-    all ranks before either changes.  Raises RuntimeError on every rank.
+    """Takes what `get_state_dict` gave, on any mesh; collective.  All or nothing: model and optimizer are both checked
+    on all ranks before either changes.  Raises RuntimeError on every rank.
     """
     options = torch_state.StateDictOptions(flatten_optimizer_state_dict=True, strict=strict)
     for pass_mode in ("check", ""):
@@ -56,10 +60,9 @@ def save_checkpoint(
 ) -> None:
     """Writes a DCP checkpoint to the directory `path`, on a file system that all ranks share; collective.
 
-    The directory appears in one step when every rank's part is on disk; a run that is killed leaves what was there.
-    extra: anything else torch can save, the same on all ranks (a scheduler's state dict, the step).
-    overwrite: replaces a checkpoint that is there; otherwise that is an error, before anything is written.
-    Raises RuntimeError on every rank if any rank fails.
+    It appears in one step when every rank's part is on disk; a run that is killed leaves what was there.  extra: what
+    else torch can save, the same on all ranks (a scheduler's state dict).  overwrite: replaces a checkpoint that is
+    there; otherwise that is an error.  Raises RuntimeError on every rank if any rank fails.
     """
     dedications = all_dedications(model, "save_checkpoint")
     first, group = dedications[0], _group_of(dedications[0])
@@ -82,10 +85,10 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Loads what `save_checkpoint` wrote, on any mesh; collective.  Returns `extra`, with the saved values.
 
-    All or nothing: everything is read into host memory and checked on all ranks before the model or the optimizer changes.
-    extra: what to load, in the saved structure.  strict=False: what the checkpoint lacks keeps its value.
-    Raises RuntimeError on every rank, naming the file or key, for a checkpoint that is incomplete, truncated, damaged, of
-    a newer format version, or of other keys or shapes.
+    All or nothing: everything is read into host memory and checked on all ranks before anything changes.  extra: what
+    to load, in the saved structure.  strict=False: what the checkpoint lacks keeps its value.
+    Raises RuntimeError on every rank, naming the file or key, for a checkpoint that is incomplete, truncated, damaged,
+    of a newer format version, or of other keys or shapes.
     """
     first = all_dedications(model, "load_checkpoint")[0]
     group, reader = _group_of(first), dcp.FileSystemReader(path)
@@ -97,19 +100,18 @@ def load_checkpoint(
         problem = torch.classes.dmuon.Checkpoint.directory_problem
         if text := problem(str(path), dist.get_rank(group), dist.get_world_size(group)):
             raise RuntimeError(text)
+
+    def read() -> None:
         saved = reader.read_metadata().state_dict_metadata
         for part in () if strict else ("model", "optimizer"):
             for key in [k for k, v in state.get(part, {}).items() if isinstance(v, torch.Tensor)]:
                 if f"{part}.{key}" not in saved:
                     del state[part][key]
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
 
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
     _together(first, "load_checkpoint", check)
-    _together(
-        first,
-        "load_checkpoint",
-        lambda: dcp.load(state, storage_reader=reader, planner=planner, process_group=group),
-    )
+    _together(first, "load_checkpoint", read)
     set_state_dict(model, optimizer, state, strict=strict)
     return state.get("extra", {})
 
@@ -119,6 +121,8 @@ def _together(dedication: Dedication, caller: str, act: Callable[[], Any]) -> No
     problem = ""
     try:
         act()
+    except CheckpointException as error:  # no Exception, and a long text
+        problem = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     dedication.rows.begin(caller, problem)
@@ -136,8 +140,8 @@ def import_state(
     torch.distributed.checkpoint.format_utils.dcp_to_torch_save give them; collective, all or nothing.
 
     optimizer_states: of torch.optim.Muon, AdamW or dmuon.Muon, with parameter names (from get_optimizer_state_dict, or
-        of an optimizer that was built from named_parameters()).  Matrices take momentum (torch.optim.Muon's is a mean,
-        dmuon's a sum: it is scaled), other parameters AdamW's state.  Options stay those of `optimizer`.
+    of an optimizer that was built from named_parameters()).  Matrices take momentum (torch.optim.Muon's is a mean,
+    dmuon's a sum: it is scaled), other parameters AdamW's state.  Options stay those of `optimizer`.
     Returns names: "weights" that were taken, "state" that was, parameters with "fresh" state, entries "ignored".
     """
     found = _by_name(optimizer_states)
@@ -164,17 +168,18 @@ def import_state(
 def _by_name(states: tuple[Mapping[str, Any], ...]) -> dict[tuple[str, str], torch.Tensor]:
     """Each value of the optimizer states by (parameter name, field); torch.optim.Muon's momentum as a sum."""
     found: dict[tuple[str, str], torch.Tensor] = {}
-    for state, group in ((state, group) for state in states for group in state["param_groups"]):
-        for key, name in zip(group["params"], group.get("param_names", group["params"]), strict=True):
-            if not isinstance(name, str):
-                raise ValueError(
-                    "[dmuon.import_state] an optimizer state has no parameter names. Take it with "
-                    "get_optimizer_state_dict, or build that optimizer from model.named_parameters()"
-                )
-            values = state["state"].get(key, {})
-            found |= {(name, field): value for field, value in values.items()}
+    for values_of, group in [(state["state"], group) for state in states for group in state["param_groups"]]:
+        names = group.get("param_names", group["params"])
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                "[dmuon.import_state] an optimizer state has no parameter names. Take it with "
+                "get_optimizer_state_dict, or build that optimizer from model.named_parameters()"
+            )
+        for name, key in zip(names, group["params"], strict=True):
+            values = dict(values_of.get(key, {}))
             if MOMENTUM in values and "ns_coefficients" in group:
-                found[name, MOMENTUM] = values[MOMENTUM].float() / (1.0 - group["momentum"])
+                values[MOMENTUM] = values[MOMENTUM].float() / (1.0 - group["momentum"])
+            found |= {(name, field): value for field, value in values.items()}
     return found
 
 

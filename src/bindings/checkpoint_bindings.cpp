@@ -60,13 +60,22 @@ at::Tensor scatter(const CheckpointPtr& self, int64_t index, const std::optional
   return scatter_rows(self->axes, self->place(index), owned.value_or(at::Tensor()));
 }
 
-void gather(const CheckpointPtr& self, int64_t index, const at::Tensor& rows, const std::optional<at::Tensor>& owned) {
-  gather_rows(self->axes, self->place(index), rows, owned.value_or(at::Tensor()));
+RowRange rows_here(const CheckpointPtr& self, const MatrixPlace& place) {
+  return row_range(place.rows, self->axes.shard->size(), self->axes.shard->rank());
 }
 
-std::tuple<int64_t, int64_t> rows_of(const CheckpointPtr& self, int64_t index) {
-  const auto range = row_range(self->place(index).rows, self->axes.shard->size(), self->axes.shard->rank());
-  return {range.begin, range.end};
+// `value`: this rank's rows, or the whole matrix on every rank.
+void gather(const CheckpointPtr& self, int64_t index, const at::Tensor& value, bool whole,
+            const std::optional<at::Tensor>& owned) {
+  const auto place = self->place(index);
+  const auto range = rows_here(self, place);
+  gather_rows(self->axes, place, whole ? value.narrow(0, range.begin, range.count()) : value,
+              owned.value_or(at::Tensor()));
+}
+
+at::Tensor empty_rows(const CheckpointPtr& self, int64_t index, c10::Device device) {
+  const auto place = self->place(index);
+  return at::empty({rows_here(self, place).count(), place.cols}, place.options.device(device));
 }
 
 std::string problem_of_groups(const OptimizerGroups& expected, const OptimizerGroups& given) {
@@ -96,7 +105,7 @@ void register_checkpoint(torch::Library& library) {
       .def("begin", &begin)
       .def("scatter", &scatter)
       .def("gather", &gather)
-      .def("rows", &rows_of)
+      .def("empty_rows", &empty_rows)
       .def("commit", &commit)
       .def_static("begin_directory", &begin_directory)
       .def_static("directory_problem",

@@ -69,10 +69,13 @@ std::string state_problem(const std::vector<StateEntry>& expected, const std::ve
 }
 
 std::string describe_state(const std::vector<StateEntry>& entries) {
-  std::string text;
+  std::vector<std::string> lines;
   for (const auto& entry : entries) {
-    text += c10::str(entry.key, " ", at::IntArrayRef(entry.sizes), " ", entry.sharding, "\n");
+    lines.push_back(c10::str(entry.key, " ", at::IntArrayRef(entry.sizes), " ", entry.sharding, "\n"));
   }
+  std::sort(lines.begin(), lines.end());
+  std::string text;
+  for (const auto& line : lines) text += line;
   return text;
 }
 

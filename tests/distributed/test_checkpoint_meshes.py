@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import BATCH, OddModel, Run, assert_close, assert_equal, loss_of, samples, whole
+from checkpoints import OddModel, Run, assert_close, assert_equal, loss_of, samples, whole
 from reference import MuonSettings, Reference
-from setup import Setup, check_invariants
+from setup import check_invariants
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -87,7 +87,9 @@ def compare_with_one_process(run: Run, one_process) -> None:
     found = whole(run.model.state_dict())
     assert_close({name: found[name] for name in weights}, weights, 2e-6)
     state = run.state()["optimizer"]["state"]
-    found = {name: value["momentum_buffer"].full_tensor() for name, value in state.items() if "momentum_buffer" in value}
+    found = {
+        name: value["momentum_buffer"].full_tensor() for name, value in state.items() if "momentum_buffer" in value
+    }
     assert_close(found, momentum, 1e-5)
 
 
