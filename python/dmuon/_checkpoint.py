@@ -15,7 +15,7 @@ from ._handles import Dedication, Site, find_dedications, is_dedicated
 from ._report import publish
 
 Entries = Sequence[tuple[str, list[int], str]]
-_mode: ContextVar[str] = ContextVar("dmuon_checkpoint", default="")
+MODE: ContextVar[str] = ContextVar("dmuon_checkpoint", default="")
 
 
 @contextlib.contextmanager
@@ -23,17 +23,13 @@ def mode(name: str) -> Iterator[None]:
     """What `state_dict` and `load_state_dict` of models and optimizers do inside.
 
     "host": rows go to host memory, one matrix at a time.  "empty": nothing is sent, host memory without values.
-    "shapes": likewise on the meta device.  "check": loading checks and changes nothing.
+    "shapes": likewise on the meta device.  "check": loading checks and changes nothing.  "load": it has checked.
     """
-    token = _mode.set(name)
+    token = MODE.set(name)
     try:
         yield
     finally:
-        _mode.reset(token)
-
-
-def current_mode() -> str:
-    return _mode.get()
+        MODE.reset(token)
 
 
 class Rows:
@@ -47,21 +43,19 @@ class Rows:
         self.placements = (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
         self.saved: dict[int, DTensor] | None = None
         """While the root's state dict is made: the weights that are in it, so that tied ones are one tensor."""
-        self.loading = False
-        """The root's load_state_dict is running: everything has been checked."""
 
     def save(self, index: int, owned: torch.Tensor) -> DTensor:
         """This rank's rows of `owned` (the matrix's weight or state; real on the owner, ignored elsewhere)."""
         param = self.params[index]
-        if _mode.get() in ("shapes", "empty"):
+        if MODE.get() in ("shapes", "empty"):
             local = self.native.empty_rows(index, torch.device("meta"))
         else:
             local = self.native.scatter(index, owned.detach() if param.is_owner else None)
         shape = param.parameter.shape
         rows = DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=(shape[1], 1))
-        if _mode.get() == "empty":
+        if MODE.get() == "empty":
             return torch.empty_like(rows, device="cpu")
-        rows = rows.cpu() if _mode.get() == "host" else rows
+        rows = rows.cpu() if MODE.get() == "host" else rows
         rows._dmuon_rows = True  # memory of its own
         return rows
 
@@ -74,11 +68,9 @@ class Rows:
             self.saved[index] = self.save(index, self.params[index].parameter)
         return self.saved[index]
 
-    def begin(
-        self, caller: str, problem: str = "", expected: Entries = (), given: Entries = (), strict: bool = True
-    ) -> None:
+    def begin(self, caller: str, problem: str = "", expected: Entries = (), given: Entries = (), strict=True) -> None:
         """No rank has a problem, and all were given the same, which is what is expected; or all raise RuntimeError."""
-        if _mode.get() not in ("shapes", "empty"):
+        if MODE.get() not in ("shapes", "empty"):
             self.native.begin(caller, problem, list(expected), list(given), strict)
 
     def load(self, index: int, value: torch.Tensor, owned: torch.Tensor) -> None:
@@ -125,20 +117,15 @@ def attach_state_dict(model: nn.Module, dedication: Dedication, by_module: dict[
         assert model is not None
         with mode("shapes"):
             expected = model.state_dict()
-        dedications = list(find_dedications(model))
-        for each in dedications:
+        for each in find_dedications(model):
             each.rows.begin("load_state_dict", "", entries(expected), entries(state_dict), strict)
-        if _mode.get() == "check":
+        if MODE.get() == "check":
             return None
         assign = assign and any(p.is_meta for p in model.parameters() if not is_dedicated(p))
-        try:
-            for each in dedications:
-                each.rows.loading = True
-            return type(model).load_state_dict(model, state_dict, strict=strict, assign=assign)
-        finally:
-            for each in dedications:
-                each.rows.loading = False
-            publish(model)
+        with mode("load"):
+            result = type(model).load_state_dict(model, state_dict, strict=strict, assign=assign)
+        publish(model)
+        return result
 
     object.__setattr__(model, "load_state_dict", load_state_dict)
 
@@ -153,12 +140,12 @@ def _attach_to_module(module: nn.Module, sites: list[Site], dedication: Dedicati
     def load(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
         for site in (site for site in sites if prefix + site.attribute in state_dict):
             key, parameter = prefix + site.attribute, rows.params[site.index].parameter
-            if not rows.loading:  # of a submodule, or of a model around the dedicated one
+            if MODE.get() != "load":  # of a submodule, or of a model around the dedicated one
                 expected, given = [(key, list(parameter.shape), "")], entries({key: state_dict[key]})
                 rows.begin("load_state_dict", "", expected, given)
             rows.load(site.index, state_dict[key], parameter)
             state_dict[key] = parameter  # for torch, which now copies it onto itself
-            if not rows.loading:
+            if MODE.get() != "load":
                 dedication.publish()
 
     module.register_state_dict_post_hook(save)

@@ -226,10 +226,6 @@ class Muon(torch.optim.Optimizer):
     def state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         self._state = state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._state = state.pop("state")
-        super().__setstate__(state)
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As in torch; collective.  Momentum is a DTensor with Shard(0), whoever owns the matrix."""
@@ -246,6 +242,7 @@ class Muon(torch.optim.Optimizer):
             return
         before = self._state
         super().load_state_dict(unpacked[0])
+        self._state = self.__dict__.pop("state")  # where torch puts it, past the property
         for p, (rows, index) in find_rows(self).items():
             if (value := unpacked[1].get(p)) is not None:
                 self._state[p] = before.get(p, {})

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ._checkpoint import Rows, current_mode, entries
+from ._checkpoint import MODE, Rows, entries
 
 MOMENTUM = "momentum_buffer"
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
@@ -68,7 +68,7 @@ def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[
     expected, found = _compared(optimizer, state, where)
     for dedication in optimizer.dedications:
         dedication.rows.begin("Muon.load_state_dict", problem, entries(expected), entries(found))
-    if current_mode() == "check":
+    if MODE.get() == "check":
         return None
     merged = [mine | theirs | _of_this_run(mine) for mine, theirs in zip(groups, saved, strict=True)]
     keys = dict(zip(params_of(groups), params_of(saved), strict=True))

@@ -21,33 +21,45 @@ from ._optimizer_state import ADAMW, MOMENTUM, params_of
 
 
 def get_state_dict(model: nn.Module, optimizer: Muon | None = None, *, cpu_offload: bool = True) -> dict[str, Any]:
-    """{"model": ..., "optimizer": ...} from torch's get_model_state_dict and get_optimizer_state_dict (flattened, so
-    that another run may group parameters otherwise); collective.
+    """{"model": ..., "optimizer": ...} from torch's get_model_state_dict and get_optimizer_state_dict; collective.
 
     cpu_offload: a snapshot in host memory, for which the device needs memory for one matrix.  False: as torch's own
     functions, with rows of all matrices on the device.
     """
-    options = torch_state.StateDictOptions(flatten_optimizer_state_dict=True)
     with mode("host") if cpu_offload else nullcontext():
-        state = {"model": torch_state.get_model_state_dict(model, options=options)}
+        state: dict[str, Any] = {"model": torch_state.get_model_state_dict(model)}
         if optimizer is not None:
-            state["optimizer"] = torch_state.get_optimizer_state_dict(model, optimizer, options=options)
-    if not cpu_offload:
-        return state
-    own = "_dmuon_rows"  # copies already
-    return tree_map_only(torch.Tensor, lambda t: t if hasattr(t, own) else t.detach().to("cpu", copy=True), state)
+            state["optimizer"] = torch_state.get_optimizer_state_dict(model, optimizer)
+            # For DCP a tuple is one value: one small file entry, not one an option.
+            state["optimizer"]["param_groups"] = tuple(state["optimizer"]["param_groups"])
+    if cpu_offload:  # rows are copies already
+        keep = lambda t: t if hasattr(t, "_dmuon_rows") else t.detach().to("cpu", copy=True)  # noqa: E731
+        state = tree_map_only(torch.Tensor, keep, state)
+    return state
 
 
 def set_state_dict(model: nn.Module, optimizer: Muon | None, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Takes what `get_state_dict` gave, on any mesh; collective.  All or nothing: model and optimizer are both checked
-    on all ranks before either changes.  Raises RuntimeError on every rank.
+    """Takes what `get_state_dict` gave, on any mesh and with any grouping of parameters; collective.  All or nothing:
+    model and optimizer are both checked on all ranks before either changes.  Raises RuntimeError on every rank.
     """
-    options = torch_state.StateDictOptions(flatten_optimizer_state_dict=True, strict=strict)
+    options = torch_state.StateDictOptions(strict=strict)
+    taken = None if optimizer is None else _regrouped(model, optimizer, state["optimizer"], strict)
     for pass_mode in ("check", ""):
         with mode(pass_mode):
             torch_state.set_model_state_dict(model, dict(state["model"]), options=options)
             if optimizer is not None:
-                torch_state.set_optimizer_state_dict(model, optimizer, dict(state["optimizer"]), options=options)
+                optimizer.load_state_dict(taken)
+
+
+def _regrouped(model: nn.Module, optimizer: Muon, saved: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """`saved` in the optimizer's own groups; options that it lacks are as they are now."""
+    with mode("shapes"):
+        mine = torch_state.get_optimizer_state_dict(model, optimizer)
+    if strict and (missing := sorted(mine["state"].keys() - saved["state"].keys())):
+        raise RuntimeError(f"[dmuon.set_state_dict] nothing was changed: no optimizer state for {', '.join(missing)}")
+    of = {name: group for group in saved["param_groups"] for name in group["params"]}
+    groups = [each | of.get(each["params"][0], {}) | {"params": each["params"]} for each in mine["param_groups"]]
+    return {"state": saved["state"], "param_groups": groups}
 
 
 def save_checkpoint(
@@ -96,21 +108,18 @@ def load_checkpoint(
         state = get_state_dict(model, optimizer, cpu_offload=False) | ({"extra": extra} if extra else {})
     state = tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="cpu"), state)
 
-    def check() -> None:
-        problem = torch.classes.dmuon.Checkpoint.directory_problem
-        if text := problem(str(path), dist.get_rank(group), dist.get_world_size(group)):
-            raise RuntimeError(text)
-
     def read() -> None:
-        saved = reader.read_metadata().state_dict_metadata
-        for part in () if strict else ("model", "optimizer"):
-            for key in [k for k, v in state.get(part, {}).items() if isinstance(v, torch.Tensor)]:
-                if f"{part}.{key}" not in saved:
-                    del state[part][key]
+        saved = {} if strict else reader.read_metadata().state_dict_metadata
+        of_optimizer = state.get("optimizer", {}).get("state", {}).items()
+        tables = [("model", state["model"]), *((f"optimizer.state.{name}", values) for name, values in of_optimizer)]
+        for prefix, table in [] if strict else tables:
+            for key in [key for key in table if f"{prefix}.{key}" not in saved]:
+                del table[key]
         planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
 
-    _together(first, "load_checkpoint", check)
+    check, part = torch.classes.dmuon.Checkpoint.check_directory, (dist.get_rank(group), dist.get_world_size(group))
+    _together(first, "load_checkpoint", lambda: check(str(path), *part))
     _together(first, "load_checkpoint", read)
     set_state_dict(model, optimizer, state, strict=strict)
     return state.get("extra", {})
@@ -130,6 +139,8 @@ def _together(dedication: Dedication, caller: str, act: Callable[[], Any]) -> No
 
 def _group_of(dedication: Dedication) -> dist.ProcessGroup | None:
     """The ranks that take part, for DCP: the model's axis if it has but one, or else all."""
+    if len(dedication.axes) > 1 and dedication.world_size != dist.get_world_size():
+        raise ValueError("[dmuon] replicas on a part of the ranks: use get_state_dict and torch.distributed.checkpoint")
     return dedication.axes[0] if len(dedication.axes) == 1 else None
 
 

@@ -87,6 +87,11 @@ std::string problem_of_groups(const OptimizerGroups& expected, const OptimizerGr
   return groups_problem(to_groups(expected), to_groups(given));
 }
 
+void check_directory(const std::string& directory, int64_t part, int64_t parts) {
+  const auto problem = directory_problem(directory, static_cast<int>(part), static_cast<int>(parts));
+  TORCH_CHECK(problem.empty(), problem);
+}
+
 void commit(const CheckpointPtr& self, const std::string& path, const std::string& prefix, const std::string& plans) {
   commit_directory(self->axes, path, prefix, plans);
 }
@@ -108,10 +113,7 @@ void register_checkpoint(torch::Library& library) {
       .def("empty_rows", &empty_rows)
       .def("commit", &commit)
       .def_static("begin_directory", &begin_directory)
-      .def_static("directory_problem",
-                  [](const std::string& directory, int64_t part, int64_t parts) {
-                    return directory_problem(directory, static_cast<int>(part), static_cast<int>(parts));
-                  })
+      .def_static("check_directory", &check_directory)
       .def_static("groups_problem", &problem_of_groups);
   library.class_<WriterHandle>("SafetensorsWriter")
       .def(torch::init(&make_writer))

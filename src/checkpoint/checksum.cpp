@@ -1,11 +1,13 @@
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <future>
+#include <thread>
 
 #include "dmuon/checkpoint.h"
 
@@ -13,6 +15,7 @@ namespace dmuon {
 namespace {
 
 constexpr std::int64_t kBlock = std::int64_t{1} << 22;  // bytes a thread reads at a time
+constexpr unsigned kThreads = 8;                        // torchrun sets OpenMP's to one
 constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15ULL;
 
 std::uint64_t mix(std::uint64_t value) {
@@ -54,11 +57,17 @@ std::uint64_t file_checksum(const std::string& path) {
   const std::shared_ptr<const int> closer(&file, [](const int* opened) { ::close(*opened); });
   const auto blocks = (size + kBlock - 1) / kBlock;
   std::vector<std::uint64_t> sums(static_cast<size_t>(blocks));
-  at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (auto i = begin; i < end; ++i) {
+  std::atomic<std::int64_t> next{0};
+  const auto work = [&] {
+    for (auto i = next++; i < blocks; i = next++) {
       sums[static_cast<size_t>(i)] = read_block(file, i * kBlock, std::min(kBlock, size - i * kBlock), path);
     }
-  });
+  };
+  const auto threads = std::min<std::int64_t>(std::min(kThreads, std::thread::hardware_concurrency()), blocks);
+  std::vector<std::future<void>> others;
+  for (std::int64_t i = 1; i < threads; ++i) others.push_back(std::async(std::launch::async, work));
+  work();
+  for (auto& other : others) other.get();
   auto total = static_cast<std::uint64_t>(size);
   for (const auto sum : sums) total = mix(total ^ sum);
   return total;

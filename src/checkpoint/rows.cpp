@@ -18,6 +18,10 @@ void check_owned(const MatrixPlace& place, const at::Tensor& owned) {
       ". If the model was built on the meta device, call to_empty and initialise it first.");
 }
 
+at::Tensor padded(const at::Tensor& rows, std::int64_t count) {
+  return rows.size(0) == count ? rows : at::constant_pad_nd(rows, {0, 0, 0, count - rows.size(0)});
+}
+
 // Parts of equal size: full ones are views of the matrix, a shorter one is padded, an empty one may hold anything.
 std::vector<at::Tensor> parts_of(const at::Tensor& matrix, int count) {
   const auto whole = matrix.contiguous();
@@ -25,13 +29,8 @@ std::vector<at::Tensor> parts_of(const at::Tensor& matrix, int count) {
   std::vector<at::Tensor> parts;
   for (int part = 0; part < count; ++part) {
     const auto range = row_range(whole.size(0), count, part);
-    auto rows = whole.narrow(0, range.begin, range.count());
-    if (range.count() == 0) {
-      rows = parts.front();
-    } else if (range.count() < part_rows) {
-      rows = at::constant_pad_nd(rows, {0, 0, 0, part_rows - range.count()});
-    }
-    parts.push_back(rows.reshape({-1}));
+    const auto rows = whole.narrow(0, range.begin, range.count());
+    parts.push_back(range.count() == 0 ? parts.front() : padded(rows, part_rows).reshape({-1}));
   }
   return parts;
 }
@@ -87,15 +86,19 @@ void gather_rows(const CheckpointAxes& axes, const MatrixPlace& place, const at:
   if (owner) check_owned(place, owned);
   if (here.replicate != place.owner.replicate) return;
   const auto part_rows = largest_part(place.rows, parts);
-  const auto mine = at::constant_pad_nd(rows.detach().to(place.options), {0, 0, 0, part_rows - sizes[0]}).contiguous();
+  const auto mine = padded(rows.detach().to(place.options), part_rows).contiguous();
   if (parts == 1) {
     owned.detach().copy_(mine);
     return;
   }
-  const auto received = owner ? at::empty({parts, part_rows * place.cols}, place.options) : at::Tensor();
+  const bool in_place = place.rows % parts == 0 && owner && owned.is_contiguous();
+  at::Tensor received;
+  if (owner) {
+    received = in_place ? owned.detach().view({parts, -1}) : at::empty({parts, part_rows * place.cols}, place.options);
+  }
   const OwnerSegment segment{place.owner.shard, mine.view({-1})};
   axes.shard->gather(std::span(&segment, 1), {received}).wait();
-  if (owner) owned.detach().copy_(received.view({-1, place.cols}).narrow(0, 0, place.rows));
+  if (owner && !in_place) owned.detach().copy_(received.view({-1, place.cols}).narrow(0, 0, place.rows));
 }
 
 }  // namespace dmuon

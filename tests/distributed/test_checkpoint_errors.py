@@ -108,11 +108,16 @@ def test_model_and_optimizer_together(run):
     """The model's part is fine, the optimizer's is not: neither is changed."""
     state = dmuon.get_state_dict(run.model, run.optimizer)
     state["model"] = {k: torch.ones_like(v) for k, v in state["model"].items()}
-    key = f"state.{MATRIX}.momentum_buffer"
-    state["optimizer"] = state["optimizer"] | {key: torch.zeros(3, 3)}
+    state["optimizer"]["state"][MATRIX] = {"momentum_buffer": torch.zeros(3, 3)}
     refused(
         run, rf"'{MATRIX}.momentum_buffer' is \[3, 3\]", lambda: dmuon.set_state_dict(run.model, run.optimizer, state)
     )
+
+
+def test_a_parameter_without_state(run):
+    state = dmuon.get_state_dict(run.model, run.optimizer)
+    del state["optimizer"]["state"][MATRIX]
+    refused(run, rf"no optimizer state for {MATRIX}", lambda: dmuon.set_state_dict(run.model, run.optimizer, state))
 
 
 def on_first(act: Callable[[], object]) -> None:

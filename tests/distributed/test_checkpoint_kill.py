@@ -1,4 +1,4 @@
-"""kill -9 of a rank at random moments of a save: what was saved before still loads, and the rest is whole or refused."""
+"""kill -9 of a rank at random moments of a save: what was saved before loads, and the rest is whole or refused."""
 
 import multiprocessing
 import os
@@ -90,7 +90,7 @@ def load_with_torch(reader: Reader, path: Path) -> int:
     state = dmuon.get_state_dict(*reader)
     dcp.load(state, checkpoint_id=path)
     weights = [value.full_tensor() for value in state["model"].values()]
-    momentum = [v.full_tensor() for k, v in state["optimizer"].items() if k.endswith("momentum_buffer")]
+    momentum = [value["momentum_buffer"].full_tensor() for value in state["optimizer"]["state"].values()]
     return the_step_of({int(v) for t in weights + momentum for v in t.unique()}, path)
 
 

@@ -55,7 +55,9 @@ TEST(RowRange, FollowsChunk) {
         const auto range = row_range(rows, parts, part);
         const bool some = static_cast<size_t>(part) < chunks.size();
         EXPECT_EQ(range.count(), some ? chunks[static_cast<size_t>(part)].numel() : 0) << rows << " over " << parts;
-        if (some) EXPECT_EQ(range.begin, chunks[static_cast<size_t>(part)][0].item<std::int64_t>());
+        if (some) {
+          EXPECT_EQ(range.begin, chunks[static_cast<size_t>(part)][0].item<std::int64_t>());
+        }
       }
     }
   }
@@ -84,7 +86,9 @@ TEST_P(RowsOnMeshes, EveryRankHasItsRowsAndTheOwnerGetsThemBack) {
       EXPECT_EQ(mine.storage().nbytes(), mine.nbytes()) << "rows must not keep a padded buffer alive";
       const auto back = here == owner ? at::zeros_like(matrix) : at::Tensor();
       gather_rows(axes, place, mine.add(0.5).to(at::kDouble), back);
-      if (here == owner) EXPECT_TRUE(back.equal(matrix.add(0.5))) << "seed " << seed;
+      if (here == owner) {
+        EXPECT_TRUE(back.equal(matrix.add(0.5))) << "seed " << seed;
+      }
     }
   });
 }
