@@ -145,11 +145,10 @@ def _attach_to_module(module: nn.Module, sites: list[Site], dedication: Dedicati
                 rows.begin("load_state_dict", "", expected, given)
             rows.load(site.index, state_dict[key], parameter)
             state_dict[key] = parameter  # for torch, which now copies it onto itself
-            if MODE.get() != "load":
-                dedication.publish()
 
     module.register_state_dict_post_hook(save)
     module.register_load_state_dict_pre_hook(load)
+    module.register_load_state_dict_post_hook(lambda *_: None if MODE.get() == "load" else dedication.publish())
 
 
 def entries(state: Mapping[str, Any]) -> Entries:

@@ -82,7 +82,8 @@ void gather_rows(const CheckpointAxes& axes, const MatrixPlace& place, const at:
   const int parts = axes.shard->size();
   const std::vector<std::int64_t> sizes{row_range(place.rows, parts, here.shard).count(), place.cols};
   TORCH_CHECK(rows.sizes() == sizes, "[dmuon.checkpoint] matrix '", place.name, "' of ", place.rows,
-              " rows: expected rows of shape ", sizes, " on shard rank ", here.shard, ", found ", rows.sizes());
+              " rows: expected rows of shape ", at::IntArrayRef(sizes), " on shard rank ", here.shard, ", found ",
+              rows.sizes());
   if (owner) check_owned(place, owned);
   if (here.replicate != place.owner.replicate) return;
   const auto part_rows = largest_part(place.rows, parts);
