@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -247,3 +248,37 @@ def test_get_and_set_state_dict_is_a_snapshot_in_host_memory(mesh):
     run.train(range(2, 4))
     dmuon.set_state_dict(run.model, run.optimizer, state)
     assert_equal(run.values(), saved)
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """Largest sum of what this thread allocated and has not freed."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = act()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    del kept
+    return peak
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(12)])
+
+
+@pytest.mark.ranks(2)
+def test_extra_memory_is_one_matrix(mesh):
+    """Beside the rows themselves, which are a half of all weights and momentum here."""
+    model = Stack()
+    dmuon.dedicate_params(model, mesh, lambda name, p: True)
+    optimizer = dmuon.Muon(model)
+    assert len(optimizer.state) == 12
+    matrix = 4 * 256 * 256
+    rows = 12 * 2 * matrix // 2
+    assert rows <= peak_bytes(lambda: dmuon.get_state_dict(model, optimizer)) <= rows + 1.1 * matrix
+    assert rows // 2 <= peak_bytes(model.state_dict) <= rows // 2 + 1.1 * matrix
+    state = dmuon.get_state_dict(model, optimizer)
+    assert peak_bytes(lambda: dmuon.set_state_dict(model, optimizer, state)) <= 1.1 * matrix
