@@ -148,7 +148,8 @@ def _attach_to_module(module: nn.Module, sites: list[Site], dedication: Dedicati
 
     module.register_state_dict_post_hook(save)
     module.register_load_state_dict_pre_hook(load)
-    module.register_load_state_dict_post_hook(lambda *_: None if MODE.get() == "load" else dedication.publish())
+    held = {site.index for site in sites}
+    module.register_load_state_dict_post_hook(lambda *_: None if MODE.get() == "load" else dedication.publish(held))
 
 
 def entries(state: Mapping[str, Any]) -> Entries:

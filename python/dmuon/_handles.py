@@ -120,10 +120,11 @@ class Dedication:
             if axis.size() > 1:
                 dist.all_reduce(tensor, op, group=axis)
 
-    def publish(self) -> None:
-        """Sends all masters to their replicas and waits; collective.  No-op without replicas."""
-        for index in range(len(self.groups)):
-            self.runtime.publish(index)
+    def publish(self, having: set[int] | None = None) -> None:
+        """Sends masters (of groups that have a matrix of `having`) to their replicas and waits; collective."""
+        for index, group in enumerate(self.groups):
+            if having is None or any(self.params[i] in group.params for i in having):
+                self.runtime.publish(index)
         self.runtime.wait_publishes()
 
     def replace(self, index: int, parameter: nn.Parameter) -> None:

@@ -91,8 +91,10 @@ def test_plain_torch_without_dmuon_reads_and_writes(mesh, folder, rank):
     set_model_state_dict(run.model, state["model"])
     assert_equal(weights(run), plain)
     other = Run(mesh, seed=2)
+    before = list(other.model.parameters())
     set_model_state_dict(other.model, dict(plain), options=StateDictOptions(full_state_dict=True))
     assert_equal(weights(other), plain)
+    assert all(a is b for a, b in zip(before, other.model.parameters(), strict=True)), "not the optimizer's any more"
 
 
 @pytest.mark.ranks(2, 4)
