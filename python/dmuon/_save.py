@@ -98,7 +98,7 @@ def load_checkpoint(
     """Loads what `save_checkpoint` wrote, on any mesh; collective.  Returns `extra`, with the saved values.
 
     All or nothing: everything is read into host memory and checked on all ranks before anything changes.  extra: what
-    to load, in the saved structure.  strict=False: what the checkpoint lacks keeps its value.
+    to load, in the saved structure.  strict=False: weights that the checkpoint lacks stay, state begins afresh.
     Raises RuntimeError on every rank, naming the file or key, for a checkpoint that is incomplete, truncated, damaged,
     of a newer format version, or of other keys or shapes.
     """
@@ -108,8 +108,11 @@ def load_checkpoint(
         state = get_state_dict(model, optimizer, cpu_offload=False) | ({"extra": extra} if extra else {})
     state = tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="cpu"), state)
 
+    saved: dict[str, tuple] = {}  # where each saved value is in the state
+
     def read() -> None:
-        saved = {} if strict else reader.read_metadata().state_dict_metadata
+        if strict and (more := sorted({p[1] for p in saved.values() if p[0] == "model"} - state["model"].keys())):
+            raise RuntimeError(f"unexpected keys, which the model lacks: {', '.join(more)}")
         of_optimizer = state.get("optimizer", {}).get("state", {}).items()
         tables = [("model", state["model"]), *((f"optimizer.state.{name}", values) for name, values in of_optimizer)]
         for prefix, table in [] if strict else tables:
@@ -120,6 +123,7 @@ def load_checkpoint(
 
     check, part = torch.classes.dmuon.Checkpoint.check_directory, (dist.get_rank(group), dist.get_world_size(group))
     _together(first, "load_checkpoint", lambda: check(str(path), *part))
+    _together(first, "load_checkpoint", lambda: saved.update(reader.read_metadata().planner_data))
     _together(first, "load_checkpoint", read)
     set_state_dict(model, optimizer, state, strict=strict)
     return state.get("extra", {})

@@ -169,6 +169,12 @@ def test_a_checkpoint_of_another_model(mesh, run, folder):
     dcp.save({"model": state}, checkpoint_id=folder / ".a.partial")
     run.model._dmuon.rows.native.commit(str(folder / "a"), f"__{dist.get_rank()}_", "")
     refused(run, MATRIX, lambda: dmuon.load_checkpoint(folder / "a", run.model))
+    extended = dmuon.get_state_dict(run.model)["model"] | {"layers.9.x": torch.zeros(1)}
+    dcp.save({"model": extended}, checkpoint_id=folder / ".b.partial")
+    run.model._dmuon.rows.native.commit(str(folder / "b"), f"__{dist.get_rank()}_", "")
+    unexpected = r"unexpected keys, which the model lacks: layers.9.x"
+    refused(run, unexpected, lambda: dmuon.load_checkpoint(folder / "b", run.model))
+    dmuon.load_checkpoint(folder / "b", run.model, strict=False)
     other = Run(mesh, seed=3)
     kept = other.values()[f"model/{MATRIX}"]
     dmuon.load_checkpoint(folder / "a", other.model, strict=False)
