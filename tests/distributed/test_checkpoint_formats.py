@@ -4,6 +4,7 @@ that write while training goes on.
 
 import copy
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from torch.distributed.tensor import DTensor
 import dmuon
 
 TESTS = Path(__file__).parent
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -48,8 +50,7 @@ def without_dmuon(code: str, folder: Path) -> None:
         "from plain_model import OddModel\n"
         f"folder = {str(folder)!r}\n"
     )
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in names and not k.startswith("TORCHELASTIC")}
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCH and not k.startswith("TORCHELASTIC")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", prelude + code], env=environment, capture_output=True, text=True
     )
@@ -284,3 +285,25 @@ def test_extra_memory_is_one_matrix(mesh):
     assert rows // 2 <= peak_bytes(model.state_dict) <= rows // 2 + 1.1 * matrix
     state = dmuon.get_state_dict(model, optimizer)
     assert peak_bytes(lambda: dmuon.set_state_dict(model, optimizer, state)) <= 1.1 * matrix
+
+
+def run_example(folder: Path, steps: int) -> list[str]:
+    with socket.socket() as bound:
+        bound.bind(("localhost", 0))
+        port = bound.getsockname()[1]
+    values = ("0", "1", "0", "localhost", str(port))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | dict(
+        zip(LAUNCH, values, strict=True)
+    )
+    command = [sys.executable, "-W", "ignore", str(TESTS.parents[1] / "examples/resume.py"), "--folder", str(folder)]
+    command += ["--steps", str(steps), "--every", "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.ranks(1)
+def test_the_example_goes_on_with_the_same_losses(folder):
+    whole_run = run_example(folder / "a", 6)
+    assert len(whole_run) == 6
+    assert run_example(folder / "b", 4) + run_example(folder / "b", 6) == whole_run[:4] + whole_run[3:]
