@@ -14,8 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::Each;
+using ::testing::Eq;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 class Directory : public ::testing::Test {
  protected:
@@ -44,11 +44,11 @@ class Directory : public ::testing::Test {
 
 TEST_F(Directory, AppearsWholeAndIsReplacedWhole) {
   const std::string path = root_ / "a";
-  EXPECT_THAT(save(path, "one"), Each(IsEmpty()));
-  EXPECT_THAT(directory_problem(path, 0, 1), IsEmpty());
+  EXPECT_THAT(save(path, "one"), Each(Eq("")));
+  EXPECT_THAT(directory_problem(path, 0, 1), Eq(""));
   EXPECT_THROW(begin_directory(path, false), c10::Error);
-  EXPECT_THAT(save(path, "two"), Each(IsEmpty()));
-  EXPECT_THAT(directory_problem(path, 0, 1), IsEmpty());
+  EXPECT_THAT(save(path, "two"), Each(Eq("")));
+  EXPECT_THAT(directory_problem(path, 0, 1), Eq(""));
   std::string content;
   std::ifstream(fs::path(path) / "__1_0.data") >> content;
   EXPECT_EQ(content, "two");
@@ -65,7 +65,7 @@ TEST_F(Directory, AnUnfinishedOneIsNotThere) {
 
 TEST_F(Directory, EveryByteOfEveryFileIsChecked) {
   const std::string path = root_ / "a";
-  EXPECT_THAT(save(path, "some content of a file"), Each(IsEmpty()));
+  EXPECT_THAT(save(path, "some content of a file"), Each(Eq("")));
   for (const auto* name : {"__0_0.data", "__1_0.data", ".metadata"}) {
     const fs::path file = fs::path(path) / name;
     std::string good(fs::file_size(file), ' ');
@@ -81,13 +81,13 @@ TEST_F(Directory, EveryByteOfEveryFileIsChecked) {
     fs::remove(file);
     EXPECT_THAT(directory_problem(path, 0, 1), HasSubstr(c10::str("file ", name, " is missing")));
     write(file, good);
-    EXPECT_THAT(directory_problem(path, 0, 1), IsEmpty());
+    EXPECT_THAT(directory_problem(path, 0, 1), Eq(""));
   }
 }
 
 TEST_F(Directory, RanksShareTheFiles) {
   const std::string path = root_ / "a";
-  EXPECT_THAT(save(path, "content"), Each(IsEmpty()));
+  EXPECT_THAT(save(path, "content"), Each(Eq("")));
   write(fs::path(path) / "__1_0.data", "CONTENT");
   int found = 0;
   for (int rank = 0; rank < 3; ++rank) found += directory_problem(path, rank, 3).empty() ? 0 : 1;
@@ -96,14 +96,14 @@ TEST_F(Directory, RanksShareTheFiles) {
 
 TEST_F(Directory, ARankThatCannotWriteFailsAll) {
   const std::string path = root_ / "a";
-  EXPECT_THAT(save(path, "one"), Each(IsEmpty()));
+  EXPECT_THAT(save(path, "one"), Each(Eq("")));
   const auto world = make_thread_world(2, std::chrono::seconds(10));
   const auto errors = errors_on_threads(2, [&](int rank) {
     const CheckpointAxes axes{make_thread_communicator(world, rank), nullptr};
     commit_directory(axes, path, "__", "");  // nobody called begin_directory
   });
   EXPECT_THAT(errors, Each(HasSubstr("[dmuon.save_checkpoint] nothing was changed")));
-  EXPECT_THAT(directory_problem(path, 0, 1), IsEmpty());
+  EXPECT_THAT(directory_problem(path, 0, 1), Eq(""));
 }
 
 TEST_F(Directory, ChecksumsOfLargeFiles) {
