@@ -35,6 +35,7 @@ PUBLIC_HEADERS = {
     },
     "newton_schulz": {"newton_schulz.h", "ns_coefficients.h"},
     "optim": {"muon.h"},
+    "checkpoint": {"checkpoint.h", "safetensors.h"},
     "runtime": {"dedicated_param.h", "dedicated_param_group.h", "runtime.h"},
 }
 DEFAULT_PUBLIC_ROOM = "runtime"

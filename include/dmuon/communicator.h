@@ -41,6 +41,12 @@ class Communicator {
   [[nodiscard]] virtual Pending gather(std::span<const OwnerSegment> segments,
                                        const std::vector<at::Tensor>& received) = 0;
 
+  /// Copies parts[i][r] from the root of segments[i] to the segment of rank r, as one grouped call on the current
+  /// stream.  `parts[i]`: on that root one contiguous 1-D tensor a rank, each with the segment's numel and dtype (they
+  /// may be the same tensor); empty elsewhere.  Borrowed like the segments.
+  [[nodiscard]] virtual Pending scatter(std::span<const OwnerSegment> segments,
+                                        const std::vector<std::vector<at::Tensor>>& parts) = 0;
+
   /// Every rank's text, by rank.  Blocks the host; for set-up only.
   [[nodiscard]] virtual std::vector<std::string> exchange(const std::string& text) = 0;
 

@@ -25,6 +25,10 @@ struct DedicateOptions {
   plan::PlanOptions plan{};
 };
 
+/// Sets `exit_order` from the names of `groups`, which are in module order: a module's forward ends after those of the
+/// modules it encloses.
+void set_exit_order(std::vector<GroupSpec>& groups);
+
 /// `modules` in the order of their first use; group g of the runtime is modules[g].  Every rank ends with rank 0's
 /// values.  Blocks the host.  Throws the same c10::ValueError on every rank, naming the parameter, for a weight that
 /// cannot be dedicated or for lists that differ between ranks; nothing has been changed then.

@@ -7,8 +7,8 @@
 
 namespace dmuon {
 
-/// Bytes are this rank's share: received in broadcasts (segments of other roots), sent in reductions and gathers to a
-/// root (likewise; both count as reductions).
+/// Bytes are this rank's share: received in broadcasts and scatters (segments of other roots; both count as
+/// broadcasts), sent in reductions and gathers to a root (likewise; both count as reductions).
 /// Summed over the ranks of a group of N, a gather of P bytes counts (N-1) P, a reduction as much.
 struct CommStats {
   std::int64_t broadcast_calls = 0;
@@ -26,6 +26,7 @@ class RecordingCommunicator final : public Communicator {
   Pending broadcast(std::span<const OwnerSegment> segments) override;
   Pending reduce(std::span<const OwnerSegment> segments) override;
   Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override;
+  Pending scatter(std::span<const OwnerSegment> segments, const std::vector<std::vector<at::Tensor>>& parts) override;
   std::vector<std::string> exchange(const std::string& text) override { return inner_->exchange(text); }
   std::vector<std::string> meet(const std::string& text) override { return inner_->meet(text); }
 

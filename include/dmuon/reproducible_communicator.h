@@ -24,6 +24,9 @@ class ReproducibleCommunicator final : public Communicator {
   Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override {
     return inner_->gather(segments, received);
   }
+  Pending scatter(std::span<const OwnerSegment> segments, const std::vector<std::vector<at::Tensor>>& parts) override {
+    return inner_->scatter(segments, parts);
+  }
   std::vector<std::string> exchange(const std::string& text) override { return inner_->exchange(text); }
   std::vector<std::string> meet(const std::string& text) override { return inner_->meet(text); }
 

@@ -95,6 +95,8 @@ class Runtime : public torch::CustomClassHolder {
   void publish(int group);
   /// Waits for all publishes that no gather has consumed.
   void wait_publishes();
+  /// Waits for all publishes and gathers, wanted or not: nothing of this model's communication is under way then.
+  void settle();
   /// The sum over ranks is divided by `factor` instead of the number of ranks.
   void set_gradient_divide_factor(double factor);
   /// Drops gradients that no_sync kept back (part of zero_grad).

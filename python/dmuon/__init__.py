@@ -20,30 +20,16 @@ from ._hooks import register_forward_method  # noqa: E402
 from ._muon import Muon  # noqa: E402
 from ._newton_schulz import newton_schulz  # noqa: E402
 from ._report import check_invariants, comm_stats, describe_progress, memory_report, publish  # noqa: E402
+from ._save import export_safetensors, get_state_dict, import_state, load_checkpoint, save_checkpoint, set_state_dict  # noqa: E402  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
-    "SMALL_PARAM_THRESHOLD",
-    "Assignment",
-    "DedicatedParam",
-    "DedicatedParamGroup",
-    "GradScaler",
-    "Muon",
-    "check_invariants",
-    "clip_grad_norm_",
-    "comm_stats",
-    "compute_balanced_assignment",
-    "dedicate_params",
-    "describe_progress",
-    "get_dedicated_params",
-    "install_patch",
-    "memory_report",
-    "newton_schulz",
-    "no_sync",
-    "publish",
-    "register_forward_method",
-    "uninstall_patch",
-]
+    "SMALL_PARAM_THRESHOLD", "Assignment", "DedicatedParam", "DedicatedParamGroup", "GradScaler", "Muon",
+    "check_invariants", "clip_grad_norm_", "comm_stats", "compute_balanced_assignment", "dedicate_params",
+    "describe_progress", "export_safetensors", "get_dedicated_params", "get_state_dict", "import_state",
+    "install_patch", "load_checkpoint", "memory_report", "newton_schulz", "no_sync", "publish",
+    "register_forward_method", "save_checkpoint", "set_state_dict", "uninstall_patch",
+]  # fmt: skip
 
 from torch import ops as _ops  # noqa: E402
 

@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ._assignment import Assignment, compute_balanced_assignment
+from ._checkpoint import Rows, attach_state_dict
 from ._fsdp2 import share_controls
-from ._guards import forbid_copies, forbid_state_dict, guard_apply
+from ._guards import forbid_copies, guard_apply
 from ._handles import DedicatedParam, DedicatedParamGroup, Dedication, attach, is_sharded, mark_dedicated
 from ._hooks import GroupHooks, Hooks, RootHooks, attach_hooks
 from ._select import (
@@ -87,10 +88,11 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
 
     one_dimensional = replicate_mesh is None
     params = [DedicatedParam(h, p, one_dimensional) for h, p in zip(runtime.params(), registered, strict=True)]
-    by_index = [[params[i] for i in members] for _, members, _ in groups]
+    by_index = [[params[i] for i in members] for _, members in groups]
     handles = [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
     dedication = Dedication(runtime, plan, comms, _process_groups(mesh, replicate_mesh), params, handles, unsharded)
-    _install(model, dedication, matrices, [boundary.modules[name] for name, _, _ in groups], policy.output_dtype)
+    dedication.rows = Rows(dedication, mesh, replicate_mesh)
+    _install(model, dedication, matrices, [boundary.modules[name] for name, _ in groups], policy.output_dtype)
     if not any(m.parameter.is_meta for m in matrices):
         runtime.materialize()
     return Assignment(params, plan)
@@ -109,11 +111,18 @@ def _process_groups(*axes: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [axis.get_group() for axis in axes if axis is not None]
 
 
+class _Groups(dict):
+    """Of a mesh; a copy of the mesh, as torch's async_save makes, has none."""
+
+    def __reduce__(self) -> tuple:
+        return _Groups, ()
+
+
 def _communicator(axis: DeviceMesh, purpose: str, device: torch.device, reproducible: bool) -> torch.ScriptObject:
     """Over a process group of its own, one per mesh object and purpose: its collectives neither queue behind FSDP2's or
     each other's nor depend on their order.
     """
-    groups = axis.__dict__.setdefault("_dmuon_groups", {})
+    groups = axis.__dict__.setdefault("_dmuon_groups", _Groups())
     if purpose not in groups:
         ranks = dist.get_process_group_ranks(axis.get_group())
         groups[purpose] = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"dmuon_{purpose}")
@@ -138,10 +147,10 @@ def _agree(
     gather: torch.ScriptObject,
     replicate: torch.ScriptObject | None,
     selection: tuple[nn.Module, Predicate, Boundary],
-) -> tuple[list[Matrix], list[tuple[str, list[int], int]]]:
+) -> tuple[list[Matrix], list[tuple[str, list[int]]]]:
     """Selects on this rank; then all ranks succeed, or all raise the same error."""
     matrices: list[Matrix] = []
-    groups: list[tuple[str, list[int], int]] = []
+    groups: list[tuple[str, list[int]]] = []
     cause: Exception | None = None
     try:
         matrices = select(*selection)
@@ -212,5 +221,5 @@ def _install(
     for module, of_module in hooks.items():
         attach_hooks(module, of_module)
     share_controls(model, hook_modules, dedication)
-    forbid_state_dict(model)
+    attach_state_dict(model, dedication, by_module)
     attach(model, dedication)

@@ -1,4 +1,4 @@
-"""What a dedicated model must not do by accident: move placeholders, change dtype, be copied, be saved empty."""
+"""What a dedicated model must not do by accident: move placeholders, change dtype, be copied."""
 
 import weakref
 from collections.abc import Callable
@@ -68,17 +68,3 @@ def forbid_copies(module: nn.Module) -> None:
         )
 
     object.__setattr__(module, "__getstate__", refuse)
-
-
-def forbid_state_dict(model: nn.Module) -> None:
-    """Saving would write meta tensors for matrices of other ranks: an error, not a file without weights."""
-
-    def refuse(module: nn.Module, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            "[dmuon] state_dict and load_state_dict of a model with dedicated parameters are not supported yet: "
-            "on each rank the matrices of other owners are meta tensors. Save and load before dedicate_params, or read "
-            "the masters through dmuon.get_dedicated_params(model) on their owners."
-        )
-
-    model.register_state_dict_post_hook(refuse)
-    model.register_load_state_dict_pre_hook(refuse)

@@ -90,8 +90,15 @@ class Dedication:
     groups: list[DedicatedParamGroup]
     unsharded: list[nn.Parameter]
     sites: list[Site] = field(default_factory=list)
+    rows: Any = None
+    """Into and out of state dicts (`_checkpoint.Rows`)."""
     backward: Callable[[], Any] = lambda: None
     """The open backward of the model's hooks, or None."""
+
+    @property
+    def plan_name(self) -> str:
+        """The plan's fingerprint, in 16 hexadecimal digits."""
+        return f"{self.plan.fingerprint() & (1 << 64) - 1:016x}"
 
     def communicators(self) -> list[torch.ScriptObject]:
         """Those that exist."""
@@ -112,6 +119,13 @@ class Dedication:
         for axis in self.axes:
             if axis.size() > 1:
                 dist.all_reduce(tensor, op, group=axis)
+
+    def publish(self, having: set[int] | None = None) -> None:
+        """Sends masters (of groups that have a matrix of `having`) to their replicas and waits; collective."""
+        for index, group in enumerate(self.groups):
+            if having is None or any(self.params[i] in group.params for i in having):
+                self.runtime.publish(index)
+        self.runtime.wait_publishes()
 
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """`parameter` takes the place of the registered one (a module's `_apply` made a new object)."""

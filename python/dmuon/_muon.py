@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ._handles import Dedication, all_dedications, is_dedicated, is_sharded
+from ._optimizer_state import MOMENTUM, fill, find_rows, pack, unpack
 
 _GROUP_KEYS = (
     "params", "name", "lr", "weight_decay", "momentum", "nesterov", "muon_lr", "muon_weight_decay",
@@ -39,7 +40,8 @@ class Muon(torch.optim.Optimizer):
         comes from the constructor.  Each becomes a Muon group and AdamW groups.  Every trainable parameter must be
         named once.
 
-    Momentum is fp32, in `state[p]["momentum_buffer"]` on the owner only.
+    Momentum is fp32, in `state[p]["momentum_buffer"]` on the owner, and a meta tensor elsewhere.  `state_dict` and
+    `load_state_dict` are collective; torch.distributed.checkpoint's functions call them.
     Raises ValueError, naming the parameter, for a model that is not dedicated, a hyperparameter out of range, an
     unknown key, a parameter that is foreign, named twice or left out, and for a trainable parameter that neither dmuon
     nor FSDP2 manages (its gradient would differ between ranks); naming such a parameter in `param_groups` accepts it.
@@ -72,6 +74,7 @@ class Muon(torch.optim.Optimizer):
             "adamw_betas": adamw_betas, "adamw_weight_decay": adamw_weight_decay, "adamw_eps": adamw_eps,
         }  # fmt: skip
         self._stepper = torch.classes.dmuon.MuonStepper(ns_backend, ns_steps, ns_coefficients, adjust_lr_fn)
+        self._plan = " ".join(dedication.plan_name for dedication in self.dedications)
         self.replicate_async = replicate_async
         self._model = model
         self._names = {p: name for name, p in model.named_parameters()}
@@ -85,6 +88,7 @@ class Muon(torch.optim.Optimizer):
         lowered = [lowered for group in param_groups for lowered in self._lower(group)]
         _check_covered(self._names, lowered)
         super().__init__(lowered, {})
+        self._complete = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; takes a dict like those of the constructor's `param_groups`."""
@@ -107,10 +111,11 @@ class Muon(torch.optim.Optimizer):
         values["lr"] = group.get("muon_lr", values["lr"])
         values["weight_decay"] = group.get("muon_weight_decay", values["weight_decay"])
         _check_values(values)
+        ours = {"format_version": torch.ops.dmuon.checkpoint_version(), "plan": self._plan}
         muon, *rest = _split(group["params"], self._names)
         name = group.get("name", "default")
         keys = ("lr", "momentum", "weight_decay", "nesterov")
-        lowered = [{"params": muon, "use_muon": True, "name": f"{name}/muon"} | {key: values[key] for key in keys}]
+        lowered = [{"params": muon, "use_muon": True, "name": f"{name}/muon"} | {k: values[k] for k in keys} | ours]
         adamw = {key: values[f"adamw_{key}"] for key in ("lr", "betas", "weight_decay", "eps")}
         lowered += [{"params": params, "use_muon": False, "name": f"{name}/adamw"} | adamw for params in rest]
         return [entry for entry in lowered if entry["params"]]
@@ -136,7 +141,8 @@ class Muon(torch.optim.Optimizer):
         self._check_before_step()
         for dedication in self.dedications:
             self._step_matrices(dedication)
-        self._step_adamw()
+        if self._prepare_adamw():
+            self._adamw.step()
         return loss
 
     def _check_before_step(self) -> None:
@@ -160,10 +166,11 @@ class Muon(torch.optim.Optimizer):
     def _count_backwards(self) -> int:
         return sum(dedication.runtime.backward_count() for dedication in self.dedications)
 
-    def _step_adamw(self) -> None:
+    def _prepare_adamw(self) -> bool:
+        """torch's AdamW over the groups that are not Muon's, as they are now; False if there are none."""
         groups = [group for group in self.param_groups if not group["use_muon"]]
         if not groups:
-            return
+            return False
         if self._adamw is None:
             fused = all(p.device.type == "cuda" for group in groups for p in group["params"])
             self._adamw = torch.optim.AdamW(groups, fused=fused or None, foreach=None if fused else True)
@@ -171,13 +178,16 @@ class Muon(torch.optim.Optimizer):
             for key, value in self._adamw.defaults.items():
                 group.setdefault(key, value)
         self._adamw.param_groups = groups
-        self._adamw.state = self.state
-        self._adamw.step()
+        self._adamw.state = self._state
+        return True
 
     def _step_matrices(self, dedication: Dedication) -> None:
         runtime = dedication.runtime
         runtime.wait_publishes()
         hyper = {p: group for group in self.param_groups if group["use_muon"] for p in group["params"]}
+        for p in hyper:
+            if p.requires_grad:
+                self._momentum_of(p)  # on every rank at the same step, so that all have the same keys
         for indices, parameters in _batches(dedication):
             self._step_batch([p for p in parameters if p in hyper and p.grad is not None], hyper)
             for index in indices:
@@ -200,10 +210,43 @@ class Muon(torch.optim.Optimizer):
             self._report_nonfinite()
 
     def _momentum_of(self, p: nn.Parameter) -> torch.Tensor:
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        return state["momentum_buffer"]
+        state = self._state[p]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        return state[MOMENTUM]
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """With what a first step would make already there: torch's checkpoint functions look here for what to load."""
+        if self.__dict__.get("_complete"):
+            fill(self)
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        self._state = state
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; collective.  Momentum is a DTensor with Shard(0), whoever owns the matrix."""
+        return pack(self, super().state_dict())
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; collective, all or nothing.  Momentum: DTensors of any sharding, or whole tensors on every rank.
+
+        Raises RuntimeError, on every rank before anything changes, for other groups, other shapes, a newer version.
+        """
+        unpacked = unpack(self, state_dict)
+        if unpacked is None:
+            return
+        before = self._state
+        super().load_state_dict(unpacked[0])
+        self._state = self.__dict__.pop("state")  # where torch puts it, past the property
+        for p, (rows, index) in find_rows(self).items():
+            if (value := unpacked[1].get(p)) is not None:
+                self._state[p] = before.get(p, {})
+                rows.load(index, value, self._momentum_of(p))
 
     def _report_nonfinite(self) -> None:
         """Warns once per step about updates that were NaN or Inf; on a GPU as soon as the step's flags have arrived."""

@@ -47,9 +47,7 @@ def check_invariants(model: nn.Module) -> None:
 def publish(model: nn.Module) -> None:
     """Sends masters that were changed outside the optimizer to their replicas; collective.  No-op without replicas."""
     for dedication in find_dedications(model):
-        for index in range(len(dedication.groups)):
-            dedication.runtime.publish(index)
-        dedication.runtime.wait_publishes()
+        dedication.publish()
 
 
 def describe_progress(model: nn.Module | None = None) -> str:

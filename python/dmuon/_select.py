@@ -126,8 +126,8 @@ def select(model: nn.Module, predicate: Predicate, boundary: Boundary) -> list[M
     return list(found.values())
 
 
-def group_by_boundary(matrices: list[Matrix], modules: dict[str, nn.Module]) -> list[tuple[str, list[int], int]]:
-    """(hook module, indices of its matrices, exit order), in module order."""
+def group_by_boundary(matrices: list[Matrix], modules: dict[str, nn.Module]) -> list[tuple[str, list[int]]]:
+    """(hook module, indices of its matrices), in module order."""
     members: dict[str, list[int]] = {}
     for index, matrix in enumerate(matrices):
         members.setdefault(matrix.boundary, []).append(index)
@@ -136,19 +136,7 @@ def group_by_boundary(matrices: list[Matrix], modules: dict[str, nn.Module]) -> 
         dtypes = {matrices[i].parameter.dtype for i in members[name]}
         if len(dtypes) > 1:
             raise ValueError(f"the matrices of hook module {name!r} have dtypes {dtypes}; one group has one dtype")
-    exits = _exit_order(names)
-    return [(name, members[name], exits.index(name)) for name in names]
-
-
-def _exit_order(names: list[str]) -> list[str]:
-    """Modules in the order their forward ends, given the order it begins: an outer module ends after its inner ones."""
-    exits: list[str] = []
-    inside: list[str] = []
-    for name in names:
-        while inside and inside[-1] not in _ancestors(name):
-            exits.append(inside.pop())
-        inside.append(name)
-    return exits + inside[::-1]
+    return [(name, members[name]) for name in names]
 
 
 def names_inside(matrices: list[Matrix]) -> dict[str, str]:

@@ -5,4 +5,5 @@ TORCH_LIBRARY(dmuon, library) {
   dmuon::bindings::register_comm(library);
   dmuon::bindings::register_runtime(library);
   dmuon::bindings::register_optim(library);
+  dmuon::bindings::register_checkpoint(library);
 }

@@ -9,5 +9,6 @@ void register_plan(torch::Library& library);
 void register_comm(torch::Library& library);
 void register_runtime(torch::Library& library);
 void register_optim(torch::Library& library);
+void register_checkpoint(torch::Library& library);
 
 }  // namespace dmuon::bindings

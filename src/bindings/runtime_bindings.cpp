@@ -1,12 +1,13 @@
 #include "bindings/handles.h"
 #include "bindings/register.h"
+#include "dmuon/dedicate.h"
 #include "dmuon/memory_model.h"
 #include "dmuon/runtime.h"
 
 namespace dmuon::bindings {
 namespace {
 
-using Groups = std::vector<std::tuple<std::string, std::vector<int64_t>, int64_t>>;  // name, members, exit order
+using Groups = std::vector<std::tuple<std::string, std::vector<int64_t>>>;  // hook module, members
 // gather, reduce, replicate
 using Comms = std::tuple<CommunicatorHandlePtr, CommunicatorHandlePtr, std::optional<CommunicatorHandlePtr>>;
 using Dtypes = std::tuple<std::optional<at::ScalarType>, std::optional<at::ScalarType>>;  // param, reduce
@@ -15,9 +16,10 @@ using Options = std::tuple<Dtypes, Flags>;
 
 std::vector<GroupSpec> to_groups(const Groups& groups) {
   std::vector<GroupSpec> specs;
-  for (const auto& [name, members, exit_order] : groups) {
-    specs.push_back({name, std::vector<int>(members.begin(), members.end()), static_cast<int>(exit_order)});
+  for (const auto& [name, members] : groups) {
+    specs.push_back({name, std::vector<int>(members.begin(), members.end())});
   }
+  set_exit_order(specs);
   return specs;
 }
 

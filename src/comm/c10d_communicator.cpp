@@ -77,6 +77,18 @@ class C10dCommunicator final : public Communicator {
     });
   }
 
+  Pending scatter(std::span<const OwnerSegment> segments, const std::vector<std::vector<at::Tensor>>& parts) override {
+    size_t next = 0;
+    return issue(segments, [&](std::vector<at::Tensor>& tensors, int root) {
+      auto inputs = parts[next++].empty() ? std::vector<std::vector<at::Tensor>>{}
+                                          : std::vector<std::vector<at::Tensor>>{parts[next - 1]};
+      c10d::ScatterOptions options;
+      options.rootRank = root;
+      options.asyncOp = !groups_calls_;
+      return group_->scatter(tensors, inputs, options);
+    });
+  }
+
   std::vector<std::string> exchange(const std::string& text) override {
     const auto bytes = at::TensorOptions().dtype(at::kByte).device(device_);
     const auto length = at::full({1}, static_cast<int64_t>(text.size()), bytes.dtype(at::kLong));

@@ -20,6 +20,13 @@ Pending RecordingCommunicator::gather(std::span<const OwnerSegment> segments, co
   return inner_->gather(segments, received);
 }
 
+Pending RecordingCommunicator::scatter(std::span<const OwnerSegment> segments,
+                                       const std::vector<std::vector<at::Tensor>>& parts) {
+  ++stats_.broadcast_calls;
+  stats_.broadcast_bytes += foreign_bytes(segments);
+  return inner_->scatter(segments, parts);
+}
+
 std::int64_t RecordingCommunicator::foreign_bytes(std::span<const OwnerSegment> segments) const {
   std::int64_t bytes = 0;
   for (const auto& segment : segments) {

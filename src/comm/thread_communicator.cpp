@@ -7,21 +7,23 @@
 namespace dmuon {
 namespace {
 
-enum class CallKind { kBroadcast, kReduce, kGather, kExchange };
+enum class CallKind { kBroadcast, kReduce, kGather, kScatter, kExchange };
 
 // What one rank brings to a collective.
 struct Deposit {
   std::vector<OwnerSegment> segments;
   std::vector<at::Tensor> received;
+  std::vector<std::vector<at::Tensor>> parts;
   std::string text;
 };
 
 // One collective: what every rank deposited, and whether the data has moved.
 struct Call {
   CallKind kind = CallKind::kBroadcast;
-  std::vector<std::vector<OwnerSegment>> segments;  // [rank]
-  std::vector<std::vector<at::Tensor>> received;    // [rank], of a gather
-  std::vector<std::string> texts;                   // [rank]
+  std::vector<std::vector<OwnerSegment>> segments;          // [rank]
+  std::vector<std::vector<at::Tensor>> received;            // [rank], of a gather
+  std::vector<std::vector<std::vector<at::Tensor>>> parts;  // [rank], of a scatter
+  std::vector<std::string> texts;                           // [rank]
   int arrived = 0;
   bool done = false;
   std::string error;
@@ -35,6 +37,11 @@ void move_segment(const Call& call, size_t index) {
     const auto& rows = call.received[static_cast<size_t>(root.root)][index];
     for (size_t rank = 0; rank < ranks.size(); ++rank)
       rows[static_cast<int64_t>(rank)].copy_(ranks[rank][index].buffer);
+    return;
+  }
+  if (kind == CallKind::kScatter) {
+    const auto& parts = call.parts[static_cast<size_t>(root.root)][index];
+    for (size_t rank = 0; rank < ranks.size(); ++rank) ranks[rank][index].buffer.copy_(parts[rank]);
     return;
   }
   auto total = ranks[static_cast<size_t>(root.root)][index].buffer;
@@ -80,12 +87,14 @@ class ThreadWorld {
       slot->kind = kind;
       slot->segments.resize(static_cast<size_t>(size_));
       slot->received.resize(static_cast<size_t>(size_));
+      slot->parts.resize(static_cast<size_t>(size_));
       slot->texts.resize(static_cast<size_t>(size_));
     }
     const auto call = slot;
     if (call->kind != kind) call->error = "ranks issued different collectives at the same place in the order";
     call->segments[static_cast<size_t>(rank)] = std::move(deposit.segments);
     call->received[static_cast<size_t>(rank)] = std::move(deposit.received);
+    call->parts[static_cast<size_t>(rank)] = std::move(deposit.parts);
     call->texts[static_cast<size_t>(rank)] = std::move(deposit.text);
     if (++call->arrived == size_) {
       complete(*call);
@@ -118,6 +127,7 @@ class ThreadWorld {
     }
     call.segments.clear();
     call.received.clear();
+    call.parts.clear();
     call.done = true;
     if (!call.error.empty()) broken_ = call.error;
     moved_.notify_all();
@@ -145,11 +155,14 @@ class ThreadCommunicator final : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return world_->size(); }
   Pending broadcast(std::span<const OwnerSegment> segments) override {
-    return issue(CallKind::kBroadcast, segments, {});
+    return issue(CallKind::kBroadcast, segments, {}, {});
   }
-  Pending reduce(std::span<const OwnerSegment> segments) override { return issue(CallKind::kReduce, segments, {}); }
+  Pending reduce(std::span<const OwnerSegment> segments) override { return issue(CallKind::kReduce, segments, {}, {}); }
   Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override {
-    return issue(CallKind::kGather, segments, received);
+    return issue(CallKind::kGather, segments, received, {});
+  }
+  Pending scatter(std::span<const OwnerSegment> segments, const std::vector<std::vector<at::Tensor>>& parts) override {
+    return issue(CallKind::kScatter, segments, {}, parts);
   }
 
   std::vector<std::string> exchange(const std::string& text) override { return exchange_at(sequence_++, text); }
@@ -158,14 +171,16 @@ class ThreadCommunicator final : public Communicator {
 
  private:
   std::vector<std::string> exchange_at(int64_t sequence, const std::string& text) {
-    const auto call = world_->arrive(sequence, rank_, CallKind::kExchange, {{}, {}, text});
+    const auto call = world_->arrive(sequence, rank_, CallKind::kExchange, {{}, {}, {}, text});
     world_->wait(*call);
     return call->texts;
   }
 
-  Pending issue(CallKind kind, std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {
-    Deposit deposit{{}, received, ""};
+  Pending issue(CallKind kind, std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received,
+                const std::vector<std::vector<at::Tensor>>& parts) {
+    Deposit deposit{{}, received, parts, ""};
     std::vector<at::Tensor> keep_alive = received;
+    for (const auto& tensors : parts) keep_alive.insert(keep_alive.end(), tensors.begin(), tensors.end());
     for (const auto& segment : segments) {
       deposit.segments.push_back({segment.root, segment.buffer.variable_data()});
       keep_alive.push_back(segment.buffer);

@@ -37,23 +37,6 @@ bool encloses(const std::string& outer, const std::string& inner) {
   return outer.empty() || inner.compare(0, outer.size() + 1, outer + ".") == 0;
 }
 
-// A module's forward ends after those of the modules it encloses.
-void set_exit_order(std::vector<GroupSpec>& groups) {
-  std::vector<GroupSpec*> open;
-  int next = 0;
-  const auto close_all_but_enclosing = [&](const std::string* name) {
-    while (!open.empty() && !(name && encloses(open.back()->name, *name))) {
-      open.back()->exit_order = next++;
-      open.pop_back();
-    }
-  };
-  for (auto& group : groups) {
-    close_all_but_enclosing(&group.name);
-    open.push_back(&group);
-  }
-  close_all_but_enclosing(nullptr);
-}
-
 // All ranks agree on the plan or throw together.
 plan::Plan agreed_plan(const Selection& selection, std::string problem, const std::vector<Communicator*>& axes,
                        const plan::PlanOptions& options) {
@@ -80,6 +63,22 @@ void end_quietly(const std::function<void()>& end) {
 }
 
 }  // namespace
+
+void set_exit_order(std::vector<GroupSpec>& groups) {
+  std::vector<GroupSpec*> open;
+  int next = 0;
+  const auto close_all_but_enclosing = [&](const std::string* name) {
+    while (!open.empty() && !(name && encloses(open.back()->name, *name))) {
+      open.back()->exit_order = next++;
+      open.pop_back();
+    }
+  };
+  for (auto& group : groups) {
+    close_all_but_enclosing(&group.name);
+    open.push_back(&group);
+  }
+  close_all_but_enclosing(nullptr);
+}
 
 RuntimePtr dedicate(const std::vector<HookModule>& modules, RuntimeComms comms, const DedicateOptions& options) {
   Selection selection;

@@ -285,6 +285,11 @@ void Runtime::wait_publishes() {
   for (const auto& group : groups_) group->wait_publish();
 }
 
+void Runtime::settle() {
+  wait_publishes();
+  for (const auto& group : groups_) group->wait_gather();
+}
+
 void Runtime::set_gradient_divide_factor(double factor) {
   TORCH_CHECK_VALUE(factor > 0.0, "[dmuon.runtime] the gradient divide factor must be positive, got ", factor);
   divide_factor_ = factor;

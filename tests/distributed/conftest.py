@@ -8,10 +8,13 @@ any rank fails the launch, and so does a hang: after TEST_LIMIT a rank prints wh
 
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -127,6 +130,17 @@ def watchdog(request: pytest.FixtureRequest, process_group: dist.ProcessGroup) -
     timer.cancel()
     timer.join()
     stderr.close()
+
+
+@pytest.fixture
+def folder(process_group: dist.ProcessGroup) -> Iterator[Path]:
+    """A new directory, the same on all ranks; removed after the test."""
+    paths = [tempfile.mkdtemp(prefix="dmuon-test-") if RANK == 0 else ""]
+    dist.broadcast_object_list(paths, src=0)
+    yield Path(paths[0])
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(paths[0])
 
 
 @pytest.fixture(scope="session")

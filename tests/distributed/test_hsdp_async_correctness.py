@@ -76,7 +76,8 @@ def run(setup: Setup, mesh, rank: int, loop: Callable) -> tuple[list[float], lis
         local = getattr(p, "_local_tensor", p)
         if not local.is_meta:
             state.append(local)
-        state += [value for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+        values = (value for value in optimizer.state[p].values() if isinstance(value, torch.Tensor))
+        state += [value for value in values if not value.is_meta]
     return losses, [getattr(t, "_local_tensor", t).detach().clone() for t in state]
 
 

@@ -165,14 +165,6 @@ def test_muon_values_out_of_range(mesh, wrong):
         dmuon.Muon(model, adamw_betas=(0.9, 1.0))
 
 
-def test_state_dict_says_that_it_cannot(mesh):
-    model, _, _ = Setup().build(mesh)
-    with pytest.raises(NotImplementedError, match="not supported yet"):
-        model.state_dict()
-    with pytest.raises(NotImplementedError, match="not supported yet"):
-        model.load_state_dict({})
-
-
 def test_unknown_torch_signature_names_the_way_without_the_patch(monkeypatch):
     from torch.distributed.fsdp._fully_shard import _fsdp_init
 

@@ -45,6 +45,12 @@ Pending DelayingCommunicator::gather(std::span<const OwnerSegment> segments, con
   return arrive_late(inner_->gather(segments, received));
 }
 
+Pending DelayingCommunicator::scatter(std::span<const OwnerSegment> segments,
+                                      const std::vector<std::vector<at::Tensor>>& parts) {
+  stall();
+  return arrive_late(inner_->scatter(segments, parts));
+}
+
 std::vector<std::string> DelayingCommunicator::exchange(const std::string& text) {
   stall();
   return inner_->exchange(text);

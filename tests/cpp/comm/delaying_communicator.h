@@ -19,6 +19,7 @@ class DelayingCommunicator final : public Communicator {
   Pending broadcast(std::span<const OwnerSegment> segments) override;
   Pending reduce(std::span<const OwnerSegment> segments) override;
   Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override;
+  Pending scatter(std::span<const OwnerSegment> segments, const std::vector<std::vector<at::Tensor>>& parts) override;
   std::vector<std::string> exchange(const std::string& text) override;
   std::vector<std::string> meet(const std::string& text) override;
 

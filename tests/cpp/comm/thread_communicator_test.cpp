@@ -48,6 +48,28 @@ TEST_P(ThreadCommunicatorSizes, BroadcastsEverySegmentFromItsRoot) {
   });
 }
 
+TEST_P(ThreadCommunicatorSizes, ScattersThePartsOfEveryRoot) {
+  on_threads(ranks_, [&](int rank) {
+    const auto communicator = std::make_shared<RecordingCommunicator>(make_thread_communicator(world_, rank));
+    const auto segments = segments_of(rank, ranks_, at::kFloat);
+    std::vector<std::vector<at::Tensor>> parts(segments.size());
+    for (size_t i = 0; i < segments.size(); ++i) {
+      if (segments[i].root != rank) continue;
+      for (int other = 0; other < ranks_; ++other) {
+        parts[i].push_back(at::full_like(segments[i].buffer, 100 * rank + 10 * static_cast<int>(i) + other));
+      }
+    }
+    communicator->scatter(segments, parts).wait();
+    std::int64_t foreign = 0;
+    for (int i = 0; i < kSegments; ++i) {
+      const auto& [root, buffer] = segments[static_cast<size_t>(i)];
+      EXPECT_TRUE(buffer.eq(100 * root + 10 * i + rank).all().item<bool>()) << "segment " << i;
+      if (root != rank) foreign += static_cast<std::int64_t>(buffer.nbytes());
+    }
+    EXPECT_EQ(communicator->stats().broadcast_bytes, foreign);
+  });
+}
+
 TEST_P(ThreadCommunicatorSizes, SumsEverySegmentOntoItsRoot) {
   on_threads(ranks_, [&](int rank) {
     const auto communicator = make_thread_communicator(world_, rank);

@@ -1,0 +1,103 @@
+"""State dicts of `Muon`: momentum appears as row-sharded DTensors, like the matrix it belongs to."""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ._checkpoint import MODE, Rows, entries
+
+MOMENTUM = "momentum_buffer"
+ADAMW = ("step", "exp_avg", "exp_avg_sq")
+_OF_THIS_RUN = (
+    "foreach", "maximize", "capturable", "differentiable", "fused", "amsgrad", "decoupled_weight_decay",
+    "format_version", "plan",
+)  # fmt: skip
+"""Options that say how this run computes, not what it has learned: loading leaves them as they are."""
+
+
+def find_rows(optimizer: Any) -> dict[torch.Tensor, tuple[Rows, int]]:
+    """Where each matrix of the optimizer's Muon groups travels."""
+    found = {
+        param.parameter: (dedication.rows, index)
+        for dedication in optimizer.dedications
+        for index, param in enumerate(dedication.params)
+    }
+    return {p: found[p] for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+
+
+def fill(optimizer: Any) -> None:
+    """Every trained parameter has the state that its first step would give it.  Changes no result."""
+    optimizer._prepare_adamw()
+    for group in optimizer.param_groups:
+        for p in (p for p in group["params"] if p.requires_grad):
+            if group["use_muon"]:
+                optimizer._momentum_of(p)
+            elif not optimizer._state[p]:
+                wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+                step = torch.zeros((), device=p.device) if group["fused"] else torch.zeros((), dtype=wide)
+                optimizer._state[p] = {"step": step} | {key: torch.zeros_like(p) for key in ADAMW[1:]}
+
+
+def params_of(groups: list[dict[str, Any]]) -> list[Any]:
+    """Parameters, or what stands for them in a state dict, in the order of a state dict."""
+    return list(chain.from_iterable(group["params"] for group in groups))
+
+
+def pack(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
+    """torch's state dict of the optimizer with momentum replaced by rows; collective."""
+    where = find_rows(optimizer)
+    for dedication in optimizer.dedications:
+        dedication.rows.begin("Muon.state_dict")
+    for key, p in enumerate(params_of(optimizer.param_groups)):
+        if p in where and MOMENTUM in (values := packed["state"].pop(key, {})):
+            rows, index = where[p]
+            packed["state"][key] = {MOMENTUM: rows.save(index, values[MOMENTUM])}
+    return packed
+
+
+def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[torch.Tensor, torch.Tensor]] | None:
+    """Checks a state dict on all ranks; then what torch shall load, and the momentum of each matrix.  None in mode
+    "check".  Raises RuntimeError on every rank, before anything is changed.
+    """
+    optimizer._prepare_adamw()
+    groups, saved, where = optimizer.param_groups, given["param_groups"], find_rows(optimizer)
+    problem = torch.classes.dmuon.Checkpoint.groups_problem(_groups(groups), _groups(saved))
+    state = {} if problem else _match(given["state"], groups, saved)
+    expected, found = _compared(optimizer, state, where)
+    for dedication in optimizer.dedications:
+        dedication.rows.begin("Muon.load_state_dict", problem, entries(expected), entries(found))
+    if MODE.get() == "check":
+        return None
+    merged = [mine | theirs | _of_this_run(mine) for mine, theirs in zip(groups, saved, strict=True)]
+    keys = dict(zip(params_of(groups), params_of(saved), strict=True))
+    rest = {keys[p]: tree_map_only(torch.Tensor, torch.clone, state[p]) for p in state if p not in where}
+    return {"state": rest, "param_groups": merged}, {p: state[p][MOMENTUM] for p in state if p in where}
+
+
+def _match(given: dict[Any, dict[str, Any]], groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> dict:
+    """The given state by parameter; torch leaves {} where a flattened state lacks a value."""
+    pairs = zip(params_of(groups), params_of(saved), strict=True)
+    state = {p: {k: v for k, v in (given.get(key) or {}).items() if v != {}} for p, key in pairs}
+    return {p: values for p, values in state.items() if values}
+
+
+def _compared(optimizer: Any, state: dict, where: dict) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the given state must look like, and what it does; by readable name."""
+    expected, found = {}, {}
+    for p, values in state.items():
+        name, like, fields = optimizer._names[p], p, ADAMW[1:]
+        if p in where:
+            like, fields = p.to("meta"), (MOMENTUM,)
+        expected |= {f"{name}.{key}": like for key in fields}
+        found |= {f"{name}.{key}": value for key, value in values.items() if key != "step"}
+    return expected, found
+
+
+def _of_this_run(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key in _OF_THIS_RUN}
+
+
+def _groups(groups: list[dict[str, Any]]) -> list[tuple[bool, int, int]]:
+    return [(g.get("use_muon", False), len(g["params"]), g.get("format_version", 1)) for g in groups]

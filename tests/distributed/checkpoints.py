@@ -1,0 +1,104 @@
+"""What the checkpoint tests share: a model with every kind of matrix, its training, all its values on every rank."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from plain_model import OddModel
+from reference import VOCAB, MuonSettings
+from setup import Setup
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import dmuon
+
+BATCH = 12
+"""Samples of a step, whatever the number of ranks."""
+
+
+def samples(step: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (BATCH, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
+
+
+def part_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """(this rank's place, ranks) in the mesh, rows of a 2-D mesh one after another."""
+    coordinate = mesh.get_coordinate()
+    place = coordinate[0] if mesh.ndim == 1 else coordinate[0] * mesh.size(1) + coordinate[1]
+    return place, mesh.size()
+
+
+class Run:
+    """A dedicated model and its optimizer on a mesh; every rank trains on its own samples of each step."""
+
+    def __init__(self, mesh: DeviceMesh, seed: int = 0, setup: Setup | None = None, **optimizer) -> None:
+        self.mesh = mesh
+        setup = setup or Setup(make=OddModel)
+        torch.manual_seed(seed)
+        self.model = setup.make().to(mesh.device_type)
+        setup.wrap(self.model, mesh)
+        s = MuonSettings()
+        values = {"lr": s.lr, "momentum": s.momentum, "weight_decay": s.weight_decay, "adamw_lr": s.adamw_lr}
+        self.optimizer = dmuon.Muon(self.model, replicate_async=setup.replicate_async, **(values | optimizer))
+
+    def train(self, steps: Iterator[int] | range) -> "Run":
+        place, ranks = part_of(self.mesh)
+        for step in steps:
+            size = BATCH // ranks
+            loss_of(self.model, samples(step)[place * size : (place + 1) * size].to(self.mesh.device_type)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def state(self) -> dict[str, dict]:
+        """As a user of torch's functions gets it."""
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Every tensor of model and optimizer, whole, on every rank."""
+        return whole(self.state())
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """What this rank owns, read without any state dict: weights and momentum."""
+        found = {}
+        for param in dmuon.get_dedicated_params(self.model):
+            if param.is_owner:
+                found[param.name] = param.parameter.detach().clone()
+                if "momentum_buffer" in self.optimizer._state[param.parameter]:
+                    found[f"{param.name}/momentum"] = self.optimizer._state[param.parameter]["momentum_buffer"].clone()
+        return found
+
+
+def whole(state, prefix: str = "") -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= whole(value, f"{prefix}{key}/")
+        elif isinstance(value, DTensor):
+            found[prefix + str(key)] = value.to(value.device_mesh.device_type).full_tensor().detach().clone()
+        elif isinstance(value, torch.Tensor):
+            found[prefix + str(key)] = value.detach().clone()
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, f"{key}: {found[key].dtype}, expected {value.dtype}"
+        assert torch.equal(found[key].cpu(), value.cpu()), f"{key}: the bits differ"
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for key, value in expected.items():
+        error = (found[key].double() - value.double()).norm() / value.double().norm().clamp_min(1e-12)
+        assert error <= tolerance, f"{key}: relative error {error:.2e} > {tolerance:.0e}"
