@@ -44,14 +44,15 @@ struct MuonMatrix {
   at::Tensor momentum;
 };
 
-/// Steps all matrices.  Newton-Schulz runs in batches of equal shape of at most `kMaxBatchElements` elements, so the
-/// workspace is bounded.  Throws c10::Error naming the matrix before anything is changed if shapes, dtypes or devices
-/// do not fit.  Runs on the current stream; never synchronises.
+/// Steps all matrices.  On Hopper GPUs all of a device run as one list with the momentum and the update fused in (see
+/// newton_schulz()); elsewhere Newton-Schulz runs in batches of equal shape of at most `kMaxBatchElements` elements, so
+/// the workspace is bounded either way.  Throws c10::Error naming the matrix before anything is changed if shapes,
+/// dtypes or devices do not fit.  Runs on the current stream; never synchronises.
 /// Returns, per matrix, a bool scalar tensor on its device: whether its update was finite.  A matrix whose update is
 /// not finite keeps that damage to itself.
 std::vector<at::Tensor> muon_step(const std::vector<MuonMatrix>& matrices, const MuonOptions& options);
 
-/// Elements of one Newton-Schulz batch (64 Mi): bounds the optimizer's workspace.
+/// Elements of one Newton-Schulz batch (64 Mi) of the plain path: bounds the optimizer's workspace.
 inline constexpr std::int64_t kMaxBatchElements = std::int64_t{1} << 26;
 
 }  // namespace dmuon

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ._handles import Dedication, all_dedications, is_dedicated, is_sharded
-from ._optimizer_state import MOMENTUM, fill, find_rows, pack, unpack
+from ._optimizer_state import MOMENTUM, fill, find_rows, fresh_adamw, pack, put, unpack
 
 _GROUP_KEYS = (
     "params", "name", "lr", "weight_decay", "momentum", "nesterov", "muon_lr", "muon_weight_decay",
@@ -17,8 +17,8 @@ _GROUP_KEYS = (
 )  # fmt: skip
 
 
-_BATCH_ELEMENTS = 1 << 26
-"""Matrices of consecutive groups are stepped together up to this many elements; then their groups are published."""
+_BATCH_ELEMENTS = 1 << 27
+"""With replicas, matrices of consecutive groups are stepped together up to this many elements, then published."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -240,13 +240,20 @@ class Muon(torch.optim.Optimizer):
         unpacked = unpack(self, state_dict)
         if unpacked is None:
             return
+        groups, state = unpacked
         before = self._state
-        super().load_state_dict(unpacked[0])
+        super().load_state_dict({"state": {}, "param_groups": groups})
         self._state = self.__dict__.pop("state")  # where torch puts it, past the property
-        for p, (rows, index) in find_rows(self).items():
-            if (value := unpacked[1].get(p)) is not None:
-                self._state[p] = before.get(p, {})
-                rows.load(index, value, self._momentum_of(p))
+        where, fused = find_rows(self), {p: group.get("fused") for group in self.param_groups for p in group["params"]}
+        for p, values in state.items():  # into the memory that is there
+            self._state[p] = mine = before.get(p, {})
+            if p in where:
+                rows, index = where[p]
+                rows.load(index, values[MOMENTUM], self._momentum_of(p))
+                continue
+            mine.update({} if mine else fresh_adamw(p, fused[p]))
+            for key, value in values.items():
+                put(mine[key], value)
 
     def _report_nonfinite(self) -> None:
         """Warns once per step about updates that were NaN or Inf; on a GPU as soon as the step's flags have arrived."""
@@ -265,14 +272,15 @@ class Muon(torch.optim.Optimizer):
 
 def _batches(dedication: Dedication) -> Iterator[tuple[list[int], list[nn.Parameter]]]:
     """Consecutive communication groups and their owned matrices, in the order of the next forward: the first ones
-    can be published while the last ones are still being computed.
+    can be published while the last ones are still being computed.  All at once when nothing is published.
     """
+    most = _BATCH_ELEMENTS if dedication.comms[2] is not None else float("inf")
     indices: list[int] = []
     owned: list[nn.Parameter] = []
     for index, group in enumerate(dedication.groups):
         indices.append(index)
         owned += [param.parameter for param in group.params if param.is_owner]
-        if sum(p.numel() for p in owned) >= _BATCH_ELEMENTS:
+        if sum(p.numel() for p in owned) >= most:
             yield indices, owned
             indices, owned = [], []
     if indices:

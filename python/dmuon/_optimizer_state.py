@@ -4,7 +4,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor
 
 from ._checkpoint import MODE, Rows, entries
 
@@ -35,9 +35,19 @@ def fill(optimizer: Any) -> None:
             if group["use_muon"]:
                 optimizer._momentum_of(p)
             elif not optimizer._state[p]:
-                wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-                step = torch.zeros((), device=p.device) if group["fused"] else torch.zeros((), dtype=wide)
-                optimizer._state[p] = {"step": step} | {key: torch.zeros_like(p) for key in ADAMW[1:]}
+                optimizer._state[p] = fresh_adamw(p, group["fused"])
+
+
+def fresh_adamw(p: torch.Tensor, fused: bool | None) -> dict[str, torch.Tensor]:
+    wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    step = torch.zeros((), device=p.device) if fused else torch.zeros((), dtype=wide)
+    return {"step": step} | {key: torch.zeros_like(p) for key in ADAMW[1:]}
+
+
+def put(mine: torch.Tensor, value: Any) -> None:
+    """Copies a value of the same sharding, from any device."""
+    to, source = (t.to_local() if isinstance(t, DTensor) else t for t in (mine, torch.as_tensor(value)))
+    to.copy_(source)
 
 
 def params_of(groups: list[dict[str, Any]]) -> list[Any]:
@@ -57,9 +67,9 @@ def pack(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
     return packed
 
 
-def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[torch.Tensor, torch.Tensor]] | None:
-    """Checks a state dict on all ranks; then what torch shall load, and the momentum of each matrix.  None in mode
-    "check".  Raises RuntimeError on every rank, before anything is changed.
+def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[torch.Tensor, dict]] | None:
+    """Checks a state dict on all ranks; then the groups with their options, and the given state by parameter.  None in
+    mode "check".  Raises RuntimeError on every rank, before anything is changed.
     """
     optimizer._prepare_adamw()
     groups, saved, where = optimizer.param_groups, given["param_groups"], find_rows(optimizer)
@@ -71,9 +81,7 @@ def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[
     if MODE.get() == "check":
         return None
     merged = [mine | theirs | _of_this_run(mine) for mine, theirs in zip(groups, saved, strict=True)]
-    keys = dict(zip(params_of(groups), params_of(saved), strict=True))
-    rest = {keys[p]: tree_map_only(torch.Tensor, torch.clone, state[p]) for p in state if p not in where}
-    return {"state": rest, "param_groups": merged}, {p: state[p][MOMENTUM] for p in state if p in where}
+    return merged, state
 
 
 def _match(given: dict[Any, dict[str, Any]], groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> dict:

@@ -10,6 +10,7 @@ from checkpoints import OddModel, Run, assert_equal, whole
 from setup import Setup, check_invariants
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 import dmuon
 
@@ -47,6 +48,28 @@ def test_state_dict_is_fsdp2s(mesh, folder):
         by_torch = torch.distributed.tensor.distribute_tensor(plain[name], mesh, state[name].placements)
         assert state[name].to_local().shape == by_torch.to_local().shape, name
     assert list(run.model.layers[1].state_dict()) == [k[9:] for k in plain if k.startswith("layers.1.")]
+
+
+def test_loading_uses_the_memory_that_is_there(mesh):
+    """Masters, momentum and AdamW's state keep their storage: a load needs no second copy of them on the device."""
+
+    def places() -> dict[str, int]:
+        local = {}
+        for p, state in run.optimizer.state.items():
+            for key, value in ({"weight": p.detach()} | state).items():
+                tensor = value.to_local() if isinstance(value, DTensor) else value
+                if not tensor.is_meta:
+                    local[f"{run.optimizer._names[p]}.{key}"] = tensor.data_ptr()
+        return local
+
+    run = Run(mesh).train(range(2))
+    snapshot, saved = dmuon.get_state_dict(run.model, run.optimizer), run.values()
+    before = places()
+    assert {name.rpartition(".")[2] for name in before} >= {"weight", "exp_avg", "exp_avg_sq", "step"}
+    run.train(range(2, 3))
+    dmuon.set_state_dict(run.model, run.optimizer, snapshot)
+    assert places() == before
+    assert_equal(run.values(), saved)
 
 
 @pytest.mark.parametrize("replicate_async", [True, False], ids=["async", "sync"])
