@@ -125,8 +125,21 @@ def _communicator(axis: DeviceMesh, purpose: str, device: torch.device, reproduc
     groups = axis.__dict__.setdefault("_dmuon_groups", _Groups())
     if purpose not in groups:
         ranks = dist.get_process_group_ranks(axis.get_group())
+        _even_out_groups(axis.get_group())
         groups[purpose] = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"dmuon_{purpose}")
     return torch.classes.dmuon.Communicator(groups[purpose].group_name, device, reproducible)
+
+
+def _even_out_groups(group: dist.ProcessGroup) -> None:
+    """Makes the ranks members of equally many groups.  torch puts that number into the name of a group that only its
+    members make; with different numbers they would wait for each other for ever.
+    """
+    mine = len(dist.distributed_c10d._world.pg_names)
+    numbers: list[int] = [mine] * group.size()
+    dist.all_gather_object(numbers, mine, group=group)
+    for _ in range(max(numbers) - mine):
+        backend = "gloo" if dist.is_gloo_available() else None
+        dist.new_group([dist.get_rank()], use_local_synchronization=True, backend=backend, group_desc="dmuon_of_one")
 
 
 def _policy(mp_policy: MixedPrecisionPolicy | None, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

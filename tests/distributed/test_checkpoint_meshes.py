@@ -1,4 +1,4 @@
-"""Saved on one mesh, loaded on another: 1, 2, 3 and 4 ranks and 2x2, all inside one launch of 4 ranks."""
+"""Saved on one mesh, loaded on another: 1, 2, 3 and 4 ranks, 2x2 and 1x4, all inside one launch of 4 ranks."""
 
 import itertools
 
@@ -16,7 +16,7 @@ import dmuon
 
 pytestmark = pytest.mark.ranks(4)
 
-NAMES = ("1", "2", "3", "4", "2x2")
+NAMES = ("1", "2", "3", "4", "2x2", "1x4")
 STEPS = 2
 
 
@@ -32,13 +32,13 @@ def meshes(mesh) -> dict[str, DeviceMesh]:
     made = {"1": ones, "2": halves, "3": last if rank == 3 else three, "4": mesh}
     made["2x2"] = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("replicate", "shard"))
     made["2x2"].axes = {name: made["2x2"][name] for name in ("replicate", "shard")}
-    for each in made.values():  # dmuon's groups are made now: torch wants the same number of groups on every rank
-        Run(each)
+    made["1x4"] = init_device_mesh(mesh.device_type, (1, 4), mesh_dim_names=("replicate", "shard"))
+    made["1x4"].axes = {name: made["1x4"][name] for name in ("replicate", "shard")}
     return {name: each if takes_part(name, rank) else None for name, each in made.items()}
 
 
 def takes_part(name: str, rank: int) -> bool:
-    return name == "2x2" or rank < int(name)
+    return "x" in name or rank < int(name)
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:

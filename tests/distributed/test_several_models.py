@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from reference import MuonSettings, Reference, TinyModel, batch, loss_of
 from setup import full_values, step_both
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
@@ -192,3 +193,14 @@ def test_stages_on_disjoint_meshes(mesh, rank, world_size):
         loss_of(model, batch(step, place)).backward()
         reference.backward([loss_of(reference, batch(step, r)) for r in range(2)], 2)
         step_both(mesh, model, optimizer, reference)
+
+
+def test_ranks_that_are_in_different_numbers_of_groups(mesh, rank, world_size):
+    """torch names a group by how many its maker is in already; the ranks of a mesh must still meet."""
+    for _ in range(2 - rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    again = DeviceMesh(mesh.device_type, list(range(world_size)), mesh_dim_names=("shard",))
+    model, optimizer, reference = build(again, True, 5)
+    loss_of(model, batch(0, rank)).backward()
+    reference.backward([loss_of(reference, batch(0, r)) for r in range(world_size)], world_size)
+    step_both(again, model, optimizer, reference)
