@@ -14,7 +14,7 @@ def newton_schulz(
 ) -> torch.Tensor | list[torch.Tensor]:
     """Replaces each matrix by nearly its polar factor U V^T.
 
-    x_or_list: [rows, cols], or [batch, rows, cols], or a list of matrices of any shapes; equal shapes run as one batch.
+    x_or_list: [rows, cols], or [batch, rows, cols], or a list of matrices of any shapes.
     backend: "gram" (default), "gram_accurate" or "standard".  coefficients: "polar_express", "you", "keller_jordan".
     Returns the same structure, shapes and dtypes.  Raises RuntimeError for an unknown name or steps < 1.
     """

@@ -275,6 +275,10 @@ std::vector<at::Tensor> gpu_muon_step(const std::vector<GpuMuonMatrix>& matrices
              device);
     for (const std::size_t place : part.places) results[place] = flags[done++];
   }
+  for (const GpuMuonMatrix& matrix : matrices) {  // as torch's own in-place operations: autograd must see the change
+    matrix.momentum.unsafeGetTensorImpl()->bump_version();
+    matrix.weight.unsafeGetTensorImpl()->bump_version();
+  }
   return results;
 }
 

@@ -102,6 +102,7 @@ class Chain {
   PanelWait finished;  // the last product, whole
 
  private:
+  TileOp square(const Panels& a, const Panels& b, const Panels& c, double alpha, double beta, int d) const;
   Panels add_square(TileOp op);
   Panels gram();
   Panels quadratic(const Panels& r, const NsCoefficients& step, double down, const PanelWait& z_read, double gamma);
@@ -120,6 +121,19 @@ class Chain {
   std::size_t r_ = 0;  // which of the slot's r and q was written last
   std::size_t q_ = 0;
 };
+
+// D = alpha A B + beta C of n x n matrices, without what it waits for.
+TileOp Chain::square(const Panels& a, const Panels& b, const Panels& c, double alpha, double beta, int d) const {
+  TileOp op;
+  op.a = a.tensor;
+  op.b = b.tensor;
+  op.c = c.tensor;
+  op.alpha = static_cast<float>(alpha);
+  op.beta = static_cast<float>(beta);
+  op.d = d;
+  op.depth = static_cast<std::int32_t>(n_);
+  return op;
+}
 
 // A symmetric n x n product.  Each of its panels is touched by as many blocks as there are panels.
 Panels Chain::add_square(TileOp op) {
@@ -150,17 +164,11 @@ Panels Chain::gram() {
 // still read (`z_read`); all others that read it are done when R is.
 Panels Chain::quadratic(const Panels& r, const NsCoefficients& step, double down, const PanelWait& z_read,
                         double gamma) {
-  TileOp op;
-  op.a = op.b = r.tensor;
-  op.c = r.tensor;
-  op.alpha = static_cast<float>(step.c * down * down);
-  op.beta = static_cast<float>(step.b * down);
-  op.d = slot_.z;
+  TileOp op = square(r, r, r, step.c * down * down, step.b * down, slot_.z);
   if (gamma != 0.0) {
     op.d2 = slot_.q[q_];
     op.gamma = static_cast<float>(gamma);
   }
-  op.depth = static_cast<std::int32_t>(n_);
   op.row_waits[0] = op.col_waits[0] = r.ready;
   op.row_waits[1] = op.col_waits[1] = z_read;
   return add_square(op);
@@ -168,13 +176,7 @@ Panels Chain::quadratic(const Panels& r, const NsCoefficients& step, double down
 
 // RZ = a R + R Z.  A panel of Z is written only after all of R.
 Panels Chain::left(const Panels& r, const Panels& z, double a) {
-  TileOp op;
-  op.a = r.tensor;
-  op.b = z.tensor;
-  op.c = r.tensor;
-  op.beta = static_cast<float>(a);
-  op.d = slot_.rz;
-  op.depth = static_cast<std::int32_t>(n_);
+  TileOp op = square(r, z, r, 1.0, a, slot_.rz);
   op.col_waits[0] = z.ready;
   return add_square(op);
 }
@@ -182,14 +184,7 @@ Panels Chain::left(const Panels& r, const Panels& z, double a) {
 // R <- scale (a RZ + Z RZ).  A panel of RZ is written after the panels of Z up to it, not after those beyond.
 Panels Chain::next_r(const Panels& z, const Panels& rz, double a, double scale) {
   r_ = 1 - r_;
-  TileOp op;
-  op.a = z.tensor;
-  op.b = rz.tensor;
-  op.c = rz.tensor;
-  op.alpha = static_cast<float>(scale);
-  op.beta = static_cast<float>(a * scale);
-  op.d = slot_.r[r_];
-  op.depth = static_cast<std::int32_t>(n_);
+  TileOp op = square(z, rz, rz, scale, a * scale, slot_.r[r_]);
   op.row_waits[0] = z.ready;
   op.col_waits[0] = rz.ready;
   return add_square(op);
@@ -198,13 +193,7 @@ Panels Chain::next_r(const Panels& z, const Panels& rz, double a, double scale) 
 // Q <- a Q + Q Z.  Waits for both panels of Q: it overwrites the tensor that the product before read.
 Panels Chain::next_q(const Panels& q, const Panels& z, double a) {
   q_ = 1 - q_;
-  TileOp op;
-  op.a = q.tensor;
-  op.b = z.tensor;
-  op.c = q.tensor;
-  op.beta = static_cast<float>(a);
-  op.d = slot_.q[q_];
-  op.depth = static_cast<std::int32_t>(n_);
+  TileOp op = square(q, z, q, 1.0, a, slot_.q[q_]);
   op.row_waits[0] = q.ready;
   op.col_waits[0] = q.ready;
   op.col_waits[1] = z.ready;

@@ -210,7 +210,9 @@ TEST_F(NewtonSchulzOnGpu, MuonStepAgreesWithTheCpu) {
     options.nesterov = nesterov;
     options.ns = make_ns_options("gram", 5, "you");
     (void)muon_step(on_cpu, options);
+    const std::int64_t version = on_gpu[0].weight._version();
     for (const at::Tensor& finite : muon_step(on_gpu, options)) EXPECT_TRUE(finite.item<bool>());
+    EXPECT_GT(on_gpu[0].weight._version(), version);  // autograd can tell that it changed
     (void)muon_step({alone}, options);
     for (std::size_t i = 0; i < on_cpu.size(); ++i) {
       EXPECT_LE(relative_error(on_gpu[i].momentum.cpu(), on_cpu[i].momentum), 1e-6) << i;
