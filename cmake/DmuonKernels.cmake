@@ -14,7 +14,7 @@ message(STATUS "CUDA kernels: ${DMUON_HAVE_KERNELS}")
 
 if(DMUON_HAVE_KERNELS)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 80) # and, as PTX, everything newer
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90) # 90 as PTX too, for everything newer
   endif()
   enable_language(CUDA)
   # Hopper's matrix instructions exist for 90a alone; other GPUs never call this code.

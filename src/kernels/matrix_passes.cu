@@ -3,7 +3,9 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
+#include "kernels/launch.cuh"
 #include "kernels/matrix_passes.h"
 
 namespace dmuon::kernels {
@@ -101,34 +103,39 @@ __device__ void save(T* x, std::int64_t i, std::int64_t numel, const float4& v) 
 }
 
 // Four elements of x, whose lines may be longer than the matrix's.
+template <class X>
 struct Lines {
-  __half* x;
+  X* x;
   std::int64_t numel;
   int cols;
   int ld;
 
   __device__ explicit Lines(const PassMatrix& matrix)
-      : x(static_cast<__half*>(matrix.x)),
+      : x(static_cast<X*>(matrix.x)),
         numel(matrix.rows * matrix.cols),
         cols(static_cast<int>(matrix.cols)),
         ld(static_cast<int>(matrix.ld)) {}
 
-  __device__ __half& at(std::int64_t i) const { return x[i / cols * ld + i % cols]; }
+  __device__ X& at(std::int64_t i) const { return x[i / cols * ld + i % cols]; }
 
   __device__ float4 load(std::int64_t i) const {
     if (ld == cols) return kernels::load(x, i, numel);
-    const auto value = [this, i](int j) { return i + j < numel ? __half2float(at(i + j)) : 0.0F; };
+    const auto value = [this, i](int j) { return i + j < numel ? to_float(at(i + j)) : 0.0F; };
     return make_float4(value(0), value(1), value(2), value(3));
   }
 
-  __device__ void save(std::int64_t i, const __half (&values)[kVector]) const {
+  __device__ void save(std::int64_t i, const X (&values)[kVector]) const {
     if (ld == cols && is_aligned(x) && i + kVector <= numel) {
-      *reinterpret_cast<Vector<__half>*>(x + i) = *reinterpret_cast<const Vector<__half>*>(values);
+      *reinterpret_cast<Vector<X>*>(x + i) = *reinterpret_cast<const Vector<X>*>(values);
       return;
     }
     for (int j = 0; j < kVector && i + j < numel; ++j) at(i + j) = values[j];
   }
 };
+
+// What Newton-Schulz leaves x in.
+template <class T>
+using Result = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat16, __half>;
 
 // This block's share of a matrix, four elements at a time.
 template <class Body>
@@ -160,6 +167,7 @@ __device__ double block_sum(double value) {
 // Updates the momentum and leaves one partial sum of squares for each block.
 template <class T>
 __global__ void __launch_bounds__(kThreads) accumulate(const __grid_constant__ Batch batch) {
+  wait_for_kernel_before();
   const Entry& entry = entry_of_block(batch);
   const PassMatrix& matrix = entry.matrix;
   double sum = 0.0;
@@ -186,6 +194,7 @@ __global__ void __launch_bounds__(kThreads) accumulate(const __grid_constant__ B
 // Every block adds up its matrix's partial sums itself, in the same order, and writes its elements.
 template <class T>
 __global__ void __launch_bounds__(kThreads) scale_cast(const __grid_constant__ Batch batch) {
+  wait_for_kernel_before();
   static_assert(kMaxBlocks <= kThreads);
   __shared__ double shared_factor;
   const Entry& entry = entry_of_block(batch);
@@ -195,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) scale_cast(const __grid_constant__ B
   if (threadIdx.x == 0) shared_factor = sum == 0.0 ? 1.0 : batch.scale / sqrt(sum);
   __syncthreads();
   const double factor = shared_factor;
-  const Lines x(matrix);
+  const Lines<__half> x(matrix);
   for_each(entry, [&](std::int64_t i, std::int64_t numel) {
     float4 y = load(static_cast<const T*>(matrix.input), i, numel);
     if (matrix.momentum != nullptr) {
@@ -210,9 +219,10 @@ __global__ void __launch_bounds__(kThreads) scale_cast(const __grid_constant__ B
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) update(const __grid_constant__ Batch batch) {
+  wait_for_kernel_before();
   const Entry& entry = entry_of_block(batch);
   const PassMatrix& matrix = entry.matrix;
-  const Lines x(matrix);
+  const Lines<Result<T>> x(matrix);
   bool finite = true;
   for_each(entry, [&](std::int64_t i, std::int64_t numel) {
     const float4 u = x.load(i);
@@ -256,15 +266,16 @@ const char* for_each_batch(const PassArgs& args, Launch launch) {
 template <class T>
 const char* normalize_of(const PassArgs& args, cudaStream_t stream) {
   return for_each_batch(args, [stream](const Batch& batch, unsigned blocks) {
-    accumulate<T><<<blocks, kThreads, 0, stream>>>(batch);
-    scale_cast<T><<<blocks, kThreads, 0, stream>>>(batch);
+    launch_early(accumulate<T>, {blocks, kThreads}, stream, batch);
+    launch_early(scale_cast<T>, {blocks, kThreads}, stream, batch);
   });
 }
 
 template <class T>
 const char* finish_of(const PassArgs& args, cudaStream_t stream) {
-  return for_each_batch(
-      args, [stream](const Batch& batch, unsigned blocks) { update<T><<<blocks, kThreads, 0, stream>>>(batch); });
+  return for_each_batch(args, [stream](const Batch& batch, unsigned blocks) {
+    launch_early(update<T>, {blocks, kThreads}, stream, batch);
+  });
 }
 
 }  // namespace

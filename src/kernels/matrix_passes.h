@@ -23,7 +23,7 @@ enum class Scalar { kFloat, kHalf, kBFloat16 };
 struct PassMatrix {
   const void* input = nullptr;  ///< of the call's scalar type; fp32 when there is a momentum
   float* momentum = nullptr;    ///< or null
-  void* x = nullptr;            ///< fp16, lines `ld` elements apart
+  void* x = nullptr;            ///< fp16, lines `ld` elements apart; for finish() bf16 if the call's scalar type is
   float* weight = nullptr;      ///< fp32; or null, then `output` is written
   void* output = nullptr;       ///< of the call's scalar type
   std::int64_t rows = 0;        ///< > 0

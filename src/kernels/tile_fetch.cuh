@@ -61,27 +61,37 @@ __device__ inline void schedule(Shared& shared, const TileProductArgs& args) {
 
 // --- loader ---------------------------------------------------------------------------------------------------------
 
-// Boxes of an operand: where the first lies, and how far the next box and the next depth are.
+// Boxes of an operand: where the first lies, and how far the next depth is; the next box is as far the other way.
 struct Boxes {
   const void* map;
   int2 place;
-  int2 next;
   int2 step;
 
-  __device__ void load(int count, std::uint32_t to, std::uint32_t full) const {
-    for (int i = 0; i < count; ++i) load_box(to + i * kBoxBytes, map, place.x + i * next.x, place.y + i * next.y, full);
+  __device__ int x_of(int box) const { return place.x + box * step.y; }
+  __device__ int y_of(int box) const { return place.y + box * step.x; }
+
+  template <int kCount>
+  __device__ void load(std::uint32_t to, std::uint32_t full) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) load_box(to + i * kBoxBytes, map, x_of(i), y_of(i), full);
   }
 
   __device__ void advance() {
     place.x += step.x;
     place.y += step.y;
   }
+
+  // From here on the operand is read the other way round.
+  __device__ void turn() {
+    place = make_int2(place.y, place.x);
+    step = make_int2(step.y, step.x);
+  }
 };
 
-// `along` is the first row of A or column of B.
-__device__ inline Boxes operand_boxes(const void* map, bool depth_major, int along) {
-  if (depth_major) return {map, make_int2(0, along), make_int2(0, kBox), make_int2(kBox, 0)};
-  return {map, make_int2(along, 0), make_int2(kBox, 0), make_int2(0, kBox)};
+// Of A (0) or B (1).  `along` is its first row or column, in boxes.
+__device__ inline Boxes operand_boxes(const void* map, const TileOp& op, int which, int along) {
+  if ((op.depth_major >> which & 1) != 0) return {map, make_int2(0, along * kBox), make_int2(kBox, 0)};
+  return {map, make_int2(along * kBox, 0), make_int2(0, kBox)};
 }
 
 struct Loader {
@@ -108,17 +118,35 @@ struct Loader {
     return full;
   }
 
-  __device__ void load_operands(const TileOp& op, const WorkItem& item) {
-    Boxes a = operand_boxes(map_at(args, op.a), (op.depth_major & 1) != 0, item.block_row * kBlock);
-    Boxes b = operand_boxes(map_at(args, op.b), (op.depth_major & 2) != 0, item.box_col * kBox);
-    const int boxes = item.boxes;
-    for (int step = steps_of(op.depth); step > 0; --step) {
-      const std::uint32_t full = open_stage(kABoxes + boxes);
-      a.load(kABoxes, stages.place, full);
-      b.load(boxes, stages.place + kABoxes * kBoxBytes, full);
+  // So many steps in depth.  This one thread keeps both multipliers busy: there is no room for more arithmetic.
+  template <int kBoxes>
+  __device__ void load_steps(Boxes& a, Boxes& b, int steps) {
+    for (; steps > 0; --steps) {
+      const std::uint32_t full = open_stage(kABoxes + kBoxes);
+      a.load<kABoxes>(stages.place, full);
+      b.load<kBoxes>(stages.place + kABoxes * kBoxBytes, full);
       a.advance();
       b.advance();
       stages.advance();
+    }
+  }
+
+  __device__ void load_operands(const TileOp& op, const WorkItem& item) {
+    Boxes a = operand_boxes(map_at(args, op.a), op, 0, item.block_row * kABoxes);
+    Boxes b = operand_boxes(map_at(args, op.b), op, 1, item.box_col);
+    const Turns turns(op, item);
+    for (int done = 0; done < turns.steps;) {
+      const int until = turns.next(done);
+      if (item.boxes == 4) {
+        load_steps<4>(a, b, until - done);
+      } else if (item.boxes == 2) {
+        load_steps<2>(a, b, until - done);
+      } else {
+        load_steps<1>(a, b, until - done);
+      }
+      if (until == turns.a) a.turn();
+      if (until == turns.b) b.turn();
+      done = until;
     }
   }
 
@@ -129,8 +157,8 @@ struct Loader {
       const std::uint32_t full = open_stage(kMultipliers * columns);
       for (int i = 0; i < columns; ++i) {
         const int2 place = make_int2((item.box_col + col + i) * kBox, item.block_row * kBlock);
-        const Boxes both{map_at(args, op.c), place, make_int2(0, kBox), {}};
-        both.load(kMultipliers, stages.place + i * kMultipliers * kBoxBytes, full);
+        const Boxes both{map_at(args, op.c), place, make_int2(kBox, 0)};
+        both.load<kMultipliers>(stages.place + i * kMultipliers * kBoxBytes, full);
       }
       stages.advance();
     }

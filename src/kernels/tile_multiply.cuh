@@ -24,10 +24,10 @@ struct Multiplier {
     if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(&shared.stage_free[index]));
   }
 
+  // Steps [first, last) of the depth.  Leaves the last one in work; `previous` is its stage.
   template <bool kADepthMajor, bool kBDepthMajor, int kSums>
-  __device__ void multiply(float (&sum)[kSums], int depth) {
-    int previous = -1;
-    for (int k = 0; k < depth; k += kBox, stages.advance()) {
+  __device__ void multiply(float (&sum)[kSums], int first, int last, int& previous) {
+    for (int k = first; k < last; ++k, stages.advance()) {
       const std::uint32_t stage = wait_stage();
       const std::uint32_t a = stage + which * kBoxBytes;
       const std::uint32_t b = stage + kABoxes * kBoxBytes;
@@ -42,8 +42,6 @@ struct Multiplier {
       if (previous >= 0) free_stage(previous);
       previous = stages.index;
     }
-    wgmma_wait<0>();
-    free_stage(previous);
   }
 
   __device__ std::uint32_t wait_free_box() {
@@ -102,6 +100,15 @@ struct Multiplier {
     pass_on_box();
   }
 
+  __device__ static std::uint32_t rounded(const TileOp& op, float x, float y) {
+    if (op.to_bfloat16 != 0) {
+      const __nv_bfloat162 value = __floats2bfloat162_rn(x, y);
+      return *reinterpret_cast<const std::uint32_t*>(&value);
+    }
+    const __half2 value = __floats2half2_rn(x, y);
+    return *reinterpret_cast<const std::uint32_t*>(&value);
+  }
+
   // alpha * sum + beta * C + gamma * I, rounded once.  c_box is the box of C in shared memory, or 0 for none; gamma is
   // 0 but for a box on the diagonal.
   __device__ void combine(const float* sum, const TileOp& op, std::uint32_t c_box, float gamma,
@@ -115,14 +122,13 @@ struct Multiplier {
         const float2 old = __half22float2(*reinterpret_cast<const __half2*>(&c[i]));
         const float* pair = sum + 2 * (2 * j + i);
         const int beyond = 16 * warp + lane / 4 + 8 * (i % 2) - (8 * (j + i / 2) + 2 * (lane % 4));  // row - column
-        const __half2 value = __floats2half2_rn(op.alpha * pair[0] + op.beta * old.x + (beyond == 0 ? gamma : 0.0F),
-                                                op.alpha * pair[1] + op.beta * old.y + (beyond == 1 ? gamma : 0.0F));
-        values[2 * j + i] = *reinterpret_cast<const std::uint32_t*>(&value);
+        values[2 * j + i] = rounded(op, op.alpha * pair[0] + op.beta * old.x + (beyond == 0 ? gamma : 0.0F),
+                                    op.alpha * pair[1] + op.beta * old.y + (beyond == 1 ? gamma : 0.0F));
       }
     }
   }
 
-  __device__ void finish_box(const float* sum, const TileOp& op, BoxKind kind, std::uint32_t c_box) {
+  __device__ void finish_box(const float* sum, const TileOp& op, BoxKind kind, bool mirrored, std::uint32_t c_box) {
     if (kind == BoxKind::kNone) return;
     std::uint32_t values[16];
     combine(sum, op, c_box, 0.0F, values);
@@ -133,7 +139,7 @@ struct Multiplier {
       return stage_diagonal(values);
     }
     stage<false>(values);
-    if (op.symmetric != 0) stage<true>(values);
+    if (mirrored) stage<true>(values);
   }
 
   __device__ void finish(const float (&sum)[32 * kMaxBoxes], const TileOp& op, int row, int col, int boxes) {
@@ -144,7 +150,7 @@ struct Multiplier {
       if (box >= boxes) break;
       if (with_c && box % 2 == 0) stage = wait_stage();
       const std::uint32_t c_box = with_c ? stage + (box % 2 * kMultipliers + which) * kBoxBytes : 0U;
-      finish_box(sum + 32 * box, op, kind_of_box(op, row, col + box), c_box);
+      finish_box(sum + 32 * box, op, kind_of_box(op, row, col + box), is_mirrored(op, row, col + box), c_box);
       if (!with_c || (box % 2 == 0 && boxes > 1)) continue;
       warpgroup_sync(1 + which);  // all four warps have read it
       free_stage(stages.index);
@@ -152,15 +158,28 @@ struct Multiplier {
     }
   }
 
+  // The whole depth, in ranges where both operands are read the same way.
   template <int kBoxes>
-  __device__ void multiply_for(float (&sum)[32 * kBoxes], const TileOp& op) {
-    if (op.depth_major == 3) {
-      multiply<true, true>(sum, op.depth);
-    } else if (op.depth_major == 1) {
-      multiply<true, false>(sum, op.depth);
-    } else {
-      multiply<false, false>(sum, op.depth);
+  __device__ void multiply_for(float (&sum)[32 * kBoxes], const TileOp& op, const WorkItem& item) {
+    const Turns turns(op, item);
+    int previous = -1;
+    for (int first = 0; first < turns.steps;) {
+      const bool a_depth_major = (op.depth_major & 1) != 0 && first < turns.a;
+      const bool b_depth_major = (op.depth_major & 2) != 0 && first < turns.b;
+      const int last = turns.next(first);
+      if (a_depth_major && b_depth_major) {
+        multiply<true, true>(sum, first, last, previous);
+      } else if (a_depth_major) {
+        multiply<true, false>(sum, first, last, previous);
+      } else if (b_depth_major) {
+        multiply<false, true>(sum, first, last, previous);
+      } else {
+        multiply<false, false>(sum, first, last, previous);
+      }
+      first = last;
     }
+    wgmma_wait<0>();
+    free_stage(previous);
   }
 
   __device__ void run(const Slot& slot) {
@@ -169,11 +188,11 @@ struct Multiplier {
     if (slot.op.width != stages.width) stages.cut(slot.op.width);
     float sum[32 * kMaxBoxes];
     if (boxes == 4) {
-      multiply_for<4>(sum, slot.op);
+      multiply_for<4>(sum, slot.op, slot.item);
     } else if (boxes == 2) {
-      multiply_for<2>(reinterpret_cast<float(&)[64]>(sum), slot.op);
+      multiply_for<2>(reinterpret_cast<float(&)[64]>(sum), slot.op, slot.item);
     } else {
-      multiply_for<1>(reinterpret_cast<float(&)[32]>(sum), slot.op);
+      multiply_for<1>(reinterpret_cast<float(&)[32]>(sum), slot.op, slot.item);
     }
     finish(sum, slot.op, row, slot.item.box_col, boxes);
   }

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 
+#include "kernels/launch.cuh"
 #include "kernels/tile_fetch.cuh"
 #include "kernels/tile_multiply.cuh"
 #include "kernels/tile_product.h"
@@ -23,16 +24,17 @@ namespace {
 
 using namespace tiles;  // NOLINT
 
-__global__ void __launch_bounds__(kThreads, 1) tile_products(const TileProductArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) tile_products(const __grid_constant__ TileProductArgs args) {
   extern __shared__ std::uint8_t raw[];
   const std::uint32_t misaligned = shared_address(raw) % kAlignment;
   auto& shared = *reinterpret_cast<Shared*>(raw + (misaligned == 0 ? 0 : kAlignment - misaligned));
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
+  wait_for_kernel_before();
 
   const int group = static_cast<int>(threadIdx.x / 128);
   if (group == 0) {
-    lower_registers<40>();
+    lower_registers<56>();
     const int warp = static_cast<int>(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (warp == 0) {
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_products(const TileProductAr
       store(shared, args, warp - 2);
     }
   } else {
-    raise_registers<232>();
+    raise_registers<224>();
     multiply_items(shared, group - 1);
   }
 }
@@ -60,7 +62,7 @@ bool tile_products_supported() {
   return major == 9 && minor == 0;
 }
 
-const char* encode_tensor_map(const TensorMapSpec& spec, void* out) {
+const char* encode_tensor_map(const TensorMapSpec& spec, TensorMap& out) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
@@ -73,7 +75,7 @@ const char* encode_tensor_map(const TensorMapSpec& spec, void* out) {
   const std::array<cuuint32_t, 2> steps = {1, 1};
   const std::array<cuuint32_t, 2> box = {kBox, kBox};
   const CUresult result =
-      encode(static_cast<CUtensorMap*>(out), CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(spec.address),
+      encode(reinterpret_cast<CUtensorMap*>(&out), CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(spec.address),
              extents.data(), stride.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused the matrix";
@@ -89,7 +91,7 @@ const char* run_tile_products(const TileProductArgs& args, cudaStream_t stream) 
   cudaError_t error = cudaFuncSetAttribute(tile_products, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   const auto blocks = static_cast<unsigned>(std::min(multiprocessors, args.item_count));
-  tile_products<<<blocks, kThreads, kBytes, stream>>>(args);
+  launch_early(tile_products, {blocks, kThreads, kBytes}, stream, args);
   error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

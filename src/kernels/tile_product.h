@@ -17,7 +17,7 @@ namespace dmuon::kernels {
 
 inline constexpr std::size_t kTensorMapBytes = 128;
 
-/// A row-major fp16 matrix in device memory.  The address is 16-byte aligned, ld a multiple of 8.
+/// A row-major 16-bit matrix in device memory.  The address is 16-byte aligned, ld a multiple of 8.
 struct TensorMapSpec {
   const void* address = nullptr;
   std::int64_t rows = 0;
@@ -25,9 +25,15 @@ struct TensorMapSpec {
   std::int64_t ld = 0;  ///< elements from one row to the next
 };
 
-/// Encodes one entry of the table of tensors into kTensorMapBytes of host memory, 64-byte aligned.
-/// Returns nullptr, or CUDA's text for what went wrong.
-[[nodiscard]] const char* encode_tensor_map(const TensorMapSpec& spec, void* out);
+inline constexpr int kMaxResults = 16;
+
+/// An entry of the table of tensors.
+struct alignas(64) TensorMap {
+  std::uint8_t bytes[kTensorMapBytes];
+};
+
+/// Host memory.  Returns nullptr, or CUDA's text for what went wrong.
+[[nodiscard]] const char* encode_tensor_map(const TensorMapSpec& spec, TensorMap& out);
 
 /// All pointers are to device memory of the current device, and must live until the stream has passed the launch.
 struct TileProductArgs {
@@ -37,6 +43,7 @@ struct TileProductArgs {
   const void* tensor_maps = nullptr;  ///< 64-byte aligned
   std::int32_t* counters = nullptr;   ///< zero; the last of them is the ticket counter
   std::int32_t counter_count = 0;
+  TensorMap results[kMaxResults] = {};  ///< of the tensors from kResultTensors on
 };
 
 /// True if the current device can run tile products and this build has the code for it.

@@ -1,6 +1,7 @@
 // What the warps of a thread block of the tile-product kernel share: memory, barriers and rings.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -107,11 +108,35 @@ __device__ inline void init_barriers(Shared& shared) {
 }
 
 __device__ inline const void* map_at(const TileProductArgs& args, int tensor) {
+  if (tensor >= kResultTensors) return &args.results[tensor - kResultTensors];
   return static_cast<const std::uint8_t*>(args.tensor_maps) + static_cast<std::size_t>(tensor) * kTensorMapBytes;
 }
 
 __device__ inline int blocks_of(int extent) { return (extent + kBlock - 1) / kBlock; }
 __device__ inline int steps_of(int depth) { return (depth + kBox - 1) / kBox; }
+
+// The steps from which half-stored operands are read the other way round; `steps`, the whole depth, if never.
+struct Turns {
+  int steps;
+  int a;
+  int b;
+
+  __device__ Turns(const TileOp& op, const WorkItem& item)
+      : steps(steps_of(op.depth)),
+        a(turn((op.half_stored & 1) != 0, item.block_row * kABoxes)),
+        b(turn((op.half_stored & 2) != 0, item.box_col)) {}
+
+  // The first one after `done`.
+  __device__ int next(int done) const {
+    const int first = done < a ? a : steps;
+    return done < b && b < first ? b : first;
+  }
+
+ private:
+  __device__ int turn(bool half_stored, int along) const {
+    return half_stored ? min(steps, kMirrorBoxes * (along / kMirrorBoxes + 1)) : steps;
+  }
+};
 
 enum class BoxKind { kNone, kFull, kDiagonal };
 
@@ -120,6 +145,12 @@ __device__ inline BoxKind kind_of_box(const TileOp& op, int row, int col) {
   if (row * kBox >= op.rows || col * kBox >= op.cols) return BoxKind::kNone;
   if (op.symmetric == 0 || row > col) return BoxKind::kFull;
   return row == col ? BoxKind::kDiagonal : BoxKind::kNone;
+}
+
+// Whether a full box of a symmetric product is stored a second time, above the diagonal.
+__device__ inline bool is_mirrored(const TileOp& op, int row, int col) {
+  if ((op.half_stored & 4) != 0) return row / kMirrorBoxes == col / kMirrorBoxes;
+  return op.symmetric != 0;
 }
 
 }  // namespace dmuon::kernels::tiles

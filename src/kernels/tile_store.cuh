@@ -44,7 +44,7 @@ struct Storer {
     store_box(map_at(args, op.d), col * kBox, row * kBox, from);
     if (both && kind == BoxKind::kFull) store_box(map_at(args, op.d2), col * kBox, row * kBox, from);
     commit();
-    if (op.symmetric == 0 || (kind == BoxKind::kDiagonal && !both)) return;
+    if (kind == BoxKind::kDiagonal ? !both : !is_mirrored(op, row, col)) return;
     from = wait_staged();
     if (kind == BoxKind::kDiagonal) {
       store_box(map_at(args, op.d2), col * kBox, row * kBox, from);

@@ -13,8 +13,10 @@
 
 namespace dmuon::kernels {
 
-inline constexpr int kBox = 64;           ///< rows and columns of what is copied at a time
-inline constexpr int kBlock = 2 * kBox;   ///< rows and columns of an output block; a panel is a row or column of blocks
+inline constexpr int kBox = 64;          ///< rows and columns of what is copied at a time
+inline constexpr int kBlock = 2 * kBox;  ///< rows and columns of an output block; a panel is a row or column of blocks
+inline constexpr int kMirrorBoxes = 4;   ///< a square of so many boxes on the diagonal holds both its halves
+inline constexpr int kResultTensors = 1 << 20;  ///< tensor kResultTensors + i is the caller's i-th result
 inline constexpr int kSignalsABlock = 4;  ///< a finished block adds this to each counter it signals, one for each box
 
 /// "counters[base + panel] has reached target"; base < 0: nothing to wait for.
@@ -25,6 +27,9 @@ struct PanelWait {
 
 /// A [rows, depth] and B [depth, cols].  Where an operand lies as its depth index contiguous, it is "depth-major".
 /// Tensors are named by their place in the table of tensors.
+///
+/// A half-stored symmetric matrix has no values above its diagonal but in the squares of kMirrorBoxes boxes on it: they
+/// are read from below, turned over by the matrix instruction.  Half the stores, and code for each way of reading.
 struct alignas(16) TileOp {
   float alpha = 1.0F;
   float beta = 0.0F;
@@ -37,16 +42,18 @@ struct alignas(16) TileOp {
   std::int32_t rows = 0;
   std::int32_t cols = 0;
   std::int32_t depth = 0;
-  std::int32_t symmetric = 0;     ///< only blocks on and below the diagonal are computed, and mirrored
+  std::int32_t symmetric = 0;     ///< D is: only blocks on and below the diagonal are computed
   std::int32_t width = 4;         ///< of its tiles, in boxes: 1, 2 or 4; tiles at a diagonal may be narrower
   std::int32_t depth_major = 3;   ///< bit 0: A lies depth-major ([rows, depth]); bit 1: B does ([cols, depth])
+  std::int32_t half_stored = 0;   ///< bit 0: A is, and depth-major; bit 1: B is; bit 2: D is to be
   PanelWait row_waits[2];         ///< base + block row
   PanelWait col_waits[2];         ///< base + block column
   PanelWait all_wait;             ///< base alone
   std::int32_t signal_rows = -1;  ///< counters[signal_rows + block row] counts blocks of that row, and so on
   std::int32_t signal_cols = -1;
   std::int32_t signal_all = -1;
-  std::int32_t unused[4] = {};
+  std::int32_t to_bfloat16 = 0;  ///< D is rounded to bf16 instead of fp16: a result
+  std::int32_t unused[2] = {};
 };
 static_assert(sizeof(TileOp) == 128, "one warp copies it, four bytes a lane");
 

@@ -42,11 +42,6 @@ int slots_for(const std::vector<WorkMatrix>& matrices) {
   return static_cast<int>(std::ceil(kWavesOfTiles * kMultiprocessors / tiles));
 }
 
-WorkList list_for(const std::vector<WorkMatrix>& matrices, const NsOptions& options) {
-  return make_work_list(matrices, options.coefficients,
-                        {.slots = slots_for(matrices), .prescale = kHalfPrescale, .multiprocessors = kMultiprocessors});
-}
-
 constexpr std::size_t kMaxPrepared = 32;  // lists kept, and places of the workspace for each
 constexpr std::size_t kMaxPlaces = 8;
 
@@ -61,6 +56,8 @@ struct Key {
   std::vector<NsCoefficients> steps;
   std::vector<int> restarts;
   NsBackend backend;
+  bool to_bfloat16 = false;
+  bool to_caller = false;
 
   bool operator==(const Key&) const = default;
 };
@@ -87,16 +84,25 @@ std::vector<WorkMatrix> work_of(const Key& key, const NsOptions& options) {
   return work;
 }
 
-struct alignas(64) TensorMap {
-  std::uint8_t bytes[kernels::kTensorMapBytes];
-};
+WorkList list_for(const Key& key, const NsOptions& options) {
+  const std::vector<WorkMatrix> matrices = work_of(key, options);
+  return make_work_list(matrices, options.coefficients,
+                        {.slots = slots_for(matrices),
+                         .prescale = kHalfPrescale,
+                         .multiprocessors = kMultiprocessors,
+                         .to_bfloat16 = key.to_bfloat16,
+                         .to_caller = key.to_caller});
+}
+
+void describe(const kernels::TensorMapSpec& matrix, kernels::TensorMap& to) {
+  check(kernels::encode_tensor_map(matrix, to), "describing a matrix to the copy engine");
+}
 
 DeviceTable maps_at(const WorkList& list, const std::uint16_t* arena) {
-  std::vector<TensorMap> maps(list.tensors.size());
+  std::vector<kernels::TensorMap> maps(list.tensors.size());
   for (std::size_t i = 0; i < maps.size(); ++i) {
     const ArenaMatrix& tensor = list.tensors[i];
-    check(kernels::encode_tensor_map({arena + tensor.offset, tensor.rows, tensor.cols, tensor.ld}, maps[i].bytes),
-          "describing a matrix to the copy engine");
+    describe({arena + tensor.offset, tensor.rows, tensor.cols, tensor.ld}, maps[i]);
   }
   return table_of(maps, "copying the table of tensors");
 }
@@ -112,7 +118,7 @@ class Cache {
       entries_.splice(entries_.begin(), entries_, found);
       return entries_.front();
     }
-    Prepared made{.key = key, .list = list_for(work_of(key, options), options), .ops = {}, .items = {}, .maps = {}};
+    Prepared made{.key = key, .list = list_for(key, options), .ops = {}, .items = {}, .maps = {}};
     made.ops = table_of(made.list.ops, "copying the table of products");
     made.items = table_of(made.list.items, "copying the work list");
     entries_.push_front(std::move(made));
@@ -178,8 +184,24 @@ std::vector<Part> parts_of(const std::vector<PassMatrix>& matrices) {
   return parts;
 }
 
-Key key_of(const std::vector<PassMatrix>& matrices, const NsOptions& options, const at::Device& device) {
-  Key key{device, {}, options.coefficients, options.restarts, options.backend};
+// 16-bit results of a few matrices are written by the products themselves, where the copy engine can.
+bool writes_results(const std::vector<PassMatrix>& matrices, Scalar scalar) {
+  const auto writable = [](const PassMatrix& m) {
+    return m.weight == nullptr && m.cols % 8 == 0 && reinterpret_cast<std::uintptr_t>(m.output) % 16 == 0;
+  };
+  return scalar != Scalar::kFloat && matrices.size() <= kernels::kMaxResults &&
+         std::all_of(matrices.begin(), matrices.end(), writable);
+}
+
+Key key_of(const Part& part, const NsOptions& options, const at::Device& device, Scalar scalar) {
+  const std::vector<PassMatrix>& matrices = part.matrices;
+  Key key{device,
+          {},
+          options.coefficients,
+          options.restarts,
+          options.backend,
+          scalar == Scalar::kBFloat16,
+          writes_results(matrices, scalar)};
   for (const PassMatrix& matrix : matrices) key.shapes.emplace_back(matrix.rows, matrix.cols);
   return key;
 }
@@ -187,7 +209,7 @@ Key key_of(const std::vector<PassMatrix>& matrices, const NsOptions& options, co
 // Queues one part.  `common` holds what all matrices share.
 void run_part(Part& part, const NsOptions& options, kernels::PassArgs common, const at::Device& device) {
   const std::lock_guard lock(cache().mutex);
-  Prepared& prepared = cache().find(key_of(part.matrices, options, device), options);
+  Prepared& prepared = cache().find(key_of(part, options, device, common.scalar), options);
   const WorkList& list = prepared.list;
   const auto on_device = at::TensorOptions().device(device);
   const at::Tensor arena_tensor = at::empty({list.arena_elements}, on_device.dtype(at::kHalf));
@@ -208,14 +230,19 @@ void run_part(Part& part, const NsOptions& options, kernels::PassArgs common, co
 
   cudaStream_t stream = current_stream(device);
   check(kernels::normalize(common, stream), "normalising");
-  check(kernels::run_tile_products({.ops = static_cast<const kernels::TileOp*>(prepared.ops.data()),
+  kernels::TileProductArgs products{.ops = static_cast<const kernels::TileOp*>(prepared.ops.data()),
                                     .items = static_cast<const kernels::WorkItem*>(prepared.items.data()),
                                     .item_count = static_cast<std::int32_t>(list.items.size()),
                                     .tensor_maps = Cache::maps(prepared, arena),
                                     .counters = common.zeros,
-                                    .counter_count = list.counter_count},
-                                   stream),
-        "Newton-Schulz");
+                                    .counter_count = list.counter_count};
+  const bool to_caller = prepared.key.to_caller;
+  for (std::size_t i = 0; to_caller && i < part.matrices.size(); ++i) {
+    const PassMatrix& m = part.matrices[i];
+    describe({m.output, m.rows, m.cols, m.cols}, products.results[i]);
+  }
+  check(kernels::run_tile_products(products, stream), "Newton-Schulz");
+  if (to_caller) return;
   for (std::size_t i = 0; i < part.matrices.size(); ++i) place(i, list.results);
   check(kernels::finish(common, stream), "the update");
 }

@@ -19,6 +19,7 @@ using kernels::WorkItem;
 
 constexpr std::int64_t kLineElements = 8;     // the copy engine wants lines of whole 16 bytes
 constexpr std::int64_t kAlignElements = 128;  // and we start each tensor at 256
+constexpr int kWidestTile = 4;                // boxes; with narrower ones latency counts, not the number of stores
 constexpr int kRowsInOrder = 16;              // block rows whose tiles are listed together, to share operands in L2
 
 std::int64_t rounded_up(std::int64_t x, std::int64_t to) { return (x + to - 1) / to * to; }
@@ -71,13 +72,24 @@ class Builder {
   }
 
   /// The products of matrix `index`, in order, as indices into list.ops.  Sets the slot free for the next one.
-  std::vector<int> add_matrix(const WorkMatrix& matrix, std::size_t index, Slot& slot);
+  std::vector<int> add_matrix(const WorkMatrix& matrix, std::size_t index, Slot& slot, int alike);
 
   void add_tiles(int op, int alike);
 
   WorkList list;
 
  private:
+  int width_of(const TileOp& op, int alike) const {
+    return options_.width != 0 ? options_.width : tile_width(op, alike, options_.multiprocessors);
+  }
+
+  int width_of_squares(const WorkMatrix& matrix, int alike) const {
+    TileOp op;
+    op.rows = op.cols = op.depth = static_cast<std::int32_t>(std::min(matrix.rows, matrix.cols));
+    op.symmetric = 1;
+    return width_of(op, alike);
+  }
+
   std::span<const NsCoefficients> steps_;
   const WorkOptions& options_;
 };
@@ -85,17 +97,20 @@ class Builder {
 // The products of one matrix.  n is its short side, m its long one; a tall X is used as it lies.
 class Chain {
  public:
-  Chain(Builder& builder, const WorkMatrix& matrix, const Slot& slot)
+  Chain(Builder& builder, const WorkMatrix& matrix, const Slot& slot, bool half)
       : builder_(builder),
         slot_(slot),
         wide_(matrix.rows <= matrix.cols),
+        half_(half),
         n_(std::min(matrix.rows, matrix.cols)),
         m_(std::max(matrix.rows, matrix.cols)) {
-    x_ = {Panels{builder.add_tensor(matrix.rows, matrix.cols), {}},
-          Panels{builder.add_tensor(matrix.rows, matrix.cols), {}}};
+    x_[0].tensor = builder.add_tensor(matrix.rows, matrix.cols);
   }
 
-  void add_segment(std::span<const NsCoefficients> steps, int prescale);
+  /// The segment's X is written to `tensor`.
+  void add_segment(std::span<const NsCoefficients> steps, int prescale, int tensor);
+  /// One that the next segment may write.
+  int next_x();
 
   std::vector<int> ops;
   int x() const { return x_[static_cast<std::size_t>(current_)].tensor; }
@@ -109,11 +124,12 @@ class Chain {
   Panels left(const Panels& r, const Panels& z, double a);
   Panels next_r(const Panels& z, const Panels& rz, double a, double scale);
   Panels next_q(const Panels& q, const Panels& z, double a);
-  void apply(const Panels& q, double beta, double alpha);
+  void apply(const Panels& q, double beta, double alpha, int tensor);
 
   Builder& builder_;
   const Slot& slot_;
   bool wide_;
+  bool half_;  // the square matrices are half-stored
   std::int64_t n_;
   std::int64_t m_;
   std::array<Panels, 2> x_;
@@ -132,6 +148,7 @@ TileOp Chain::square(const Panels& a, const Panels& b, const Panels& c, double a
   op.beta = static_cast<float>(beta);
   op.d = d;
   op.depth = static_cast<std::int32_t>(n_);
+  op.half_stored = half_ ? 3 : 0;
   return op;
 }
 
@@ -140,6 +157,7 @@ Panels Chain::add_square(TileOp op) {
   const int panels = blocks_of(n_);
   op.rows = op.cols = static_cast<std::int32_t>(n_);
   op.symmetric = 1;
+  if (half_) op.half_stored |= 4;
   op.signal_rows = op.signal_cols = builder_.add_counters(panels);
   ops.push_back(static_cast<int>(builder_.list.ops.size()));
   builder_.list.ops.push_back(op);
@@ -201,7 +219,7 @@ Panels Chain::next_q(const Panels& q, const Panels& z, double a) {
 }
 
 // X <- beta X + alpha Q X, or X Q of a tall X.  A panel of Q is written only after all of X.
-void Chain::apply(const Panels& q, double beta, double alpha) {
+void Chain::apply(const Panels& q, double beta, double alpha, int tensor) {
   const Panels& x = x_[static_cast<std::size_t>(current_)];
   Panels& next = x_[static_cast<std::size_t>(1 - current_)];
   TileOp op;
@@ -210,11 +228,12 @@ void Chain::apply(const Panels& q, double beta, double alpha) {
   op.c = x.tensor;
   op.alpha = static_cast<float>(alpha);
   op.beta = static_cast<float>(beta);
-  op.d = next.tensor;
+  op.d = next.tensor = tensor;
   op.rows = static_cast<std::int32_t>(wide_ ? n_ : m_);
   op.cols = static_cast<std::int32_t>(wide_ ? m_ : n_);
   op.depth = static_cast<std::int32_t>(n_);
   op.depth_major = wide_ ? 1 : 3;
+  if (half_) op.half_stored = wide_ ? 1 : 2;
   (wide_ ? op.row_waits : op.col_waits)[0] = q.ready;
   const std::int32_t counters = builder_.add_counters(blocks_of(n_));
   (wide_ ? op.signal_rows : op.signal_cols) = counters;
@@ -226,13 +245,19 @@ void Chain::apply(const Panels& q, double beta, double alpha) {
   current_ = 1 - current_;
 }
 
+int Chain::next_x() {
+  Panels& next = x_[static_cast<std::size_t>(1 - current_)];
+  if (next.tensor < 0) next.tensor = builder_.add_tensor(wide_ ? n_ : m_, wide_ ? m_ : n_);
+  return next.tensor;
+}
+
 // See run_segment in iteration.cpp.  Q's product comes after RZ's, on which more depends.
-void Chain::add_segment(std::span<const NsCoefficients> steps, int prescale) {
+void Chain::add_segment(std::span<const NsCoefficients> steps, int prescale, int tensor) {
   const double down = std::ldexp(1.0, -prescale);
   const double down2 = down * down;
   Panels r = gram();
   Panels z = quadratic(r, steps[0], down2, {}, steps.size() > 1 ? steps[0].a : 0.0);
-  if (steps.size() == 1) return apply(z, steps[0].a * down, down);
+  if (steps.size() == 1) return apply(z, steps[0].a * down, down, tensor);
 
   Panels q = {slot_.q[q_], z.ready};
   PanelWait z_read;
@@ -248,18 +273,21 @@ void Chain::add_segment(std::span<const NsCoefficients> steps, int prescale) {
     z = quadratic(r, steps[i], 1.0, z_read, 0.0);
   }
   q = next_q(q, z, steps.back().a);
-  apply(q, 0.0, down);
+  apply(q, 0.0, down, tensor);
 }
 
-std::vector<int> Builder::add_matrix(const WorkMatrix& matrix, std::size_t index, Slot& slot) {
+std::vector<int> Builder::add_matrix(const WorkMatrix& matrix, std::size_t index, Slot& slot, int alike) {
   const Slot sized = slot_for(slot, std::min(matrix.rows, matrix.cols));
-  Chain chain(*this, matrix, sized);
+  Chain chain(*this, matrix, sized, width_of_squares(matrix, alike) == kWidestTile);
   list.inputs[index] = chain.x();
   for (std::size_t begin = 0; begin < steps_.size();) {
     const std::size_t end = segment_end(matrix.restarts, begin, steps_.size());
-    chain.add_segment(steps_.subspan(begin, end - begin), begin == 0 ? options_.prescale : 0);
+    const bool to_caller = end == steps_.size() && options_.to_caller;
+    const int tensor = to_caller ? kernels::kResultTensors + static_cast<int>(index) : chain.next_x();
+    chain.add_segment(steps_.subspan(begin, end - begin), begin == 0 ? options_.prescale : 0, tensor);
     begin = end;
   }
+  list.ops[static_cast<std::size_t>(chain.ops.back())].to_bfloat16 = options_.to_bfloat16 ? 1 : 0;
   list.results[index] = chain.x();
   slot.free = chain.finished;
   return chain.ops;
@@ -269,7 +297,7 @@ std::vector<int> Builder::add_matrix(const WorkMatrix& matrix, std::size_t index
 // is cut where the diagonal block ends; a group's narrow tiles come last, where they even out the load.
 void Builder::add_tiles(int index, int alike) {
   TileOp& op = list.ops[static_cast<std::size_t>(index)];
-  const int width = options_.width != 0 ? options_.width : tile_width(op, alike, options_.multiprocessors);
+  const int width = width_of(op, alike);
   op.width = width;
   const int rows = blocks_of(op.rows);
   const int cols = 2 * blocks_of(op.cols);
@@ -329,7 +357,7 @@ WorkList make_work_list(std::span<const WorkMatrix> matrices, std::span<const Ns
     std::vector<std::vector<int>> chains;
     std::size_t longest = 0;
     for (std::size_t i = first; i < std::min(first + slot_count, matrices.size()); ++i) {
-      chains.push_back(builder.add_matrix(matrices[i], i, slots[i - first]));
+      chains.push_back(builder.add_matrix(matrices[i], i, slots[i - first], static_cast<int>(slot_count)));
       longest = std::max(longest, chains.back().size());
     }
     for (std::size_t k = 0; k < longest; ++k) {

@@ -36,7 +36,7 @@ struct WorkList {
   std::vector<kernels::WorkItem> items;
   std::vector<ArenaMatrix> tensors;  ///< the table of tensor maps
   std::vector<int> inputs;           ///< per matrix: where its normalised X is expected, an index into `tensors`
-  std::vector<int> results;          ///< per matrix: where its X_T is left
+  std::vector<int> results;          ///< per matrix: where its X_T is left; kResultTensors + i if not in the arena
   std::int64_t arena_elements = 0;
   std::int32_t counter_count = 0;  ///< with the ticket counter, the last one
 };
@@ -45,7 +45,9 @@ struct WorkOptions {
   int slots = 1;  ///< matrices in work side by side
   int prescale = 0;
   int multiprocessors = 132;
-  int width = 0;  ///< of all tiles, in boxes; 0 for tile_width
+  int width = 0;             ///< of all tiles, in boxes; 0 for tile_width
+  bool to_bfloat16 = false;  ///< X_T is rounded to bf16 instead of fp16
+  bool to_caller = false;    ///< X_T is written to the caller's results, not into the arena
 };
 
 /// Boxes to make the tiles of a product wide when `alike` such products are in work side by side.  Narrow tiles fill

@@ -75,6 +75,26 @@ TEST_F(NewtonSchulzOnGpu, NormalisationGivesTheSameBitsAtAnyPlaceAndAlignment) {
   EXPECT_TRUE(same_bits(normalize_to_half_batch(list, 4), found));
 }
 
+// Few matrices get their 16-bit results from the products, many and odd ones from a pass of their own.
+TEST_F(NewtonSchulzOnGpu, ResultsInSixteenBitsDoNotDependOnWhoWritesThem) {
+  Matrices make(33);
+  NsOptions options;
+  options.coefficients = coefficient_set("polar_express", 5);
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
+    for (const auto& [rows, cols] : {std::pair{64, 64}, {200, 520}, {520, 200}, {300, 304}}) {
+      std::vector<at::Tensor> list = gaussians(make, 20, rows, cols);
+      for (at::Tensor& x : list) x = x.to(dtype);
+      const std::vector<at::Tensor> many = newton_schulz(list, options);
+      EXPECT_EQ(many[0].scalar_type(), dtype);
+      for (const std::size_t i : {0, 19}) {
+        EXPECT_TRUE(same_bits(newton_schulz({list[i]}, options)[0], many[i])) << rows << " x " << cols;
+        const at::Tensor odd = make.gaussian(3, 5).to(at::kCUDA).to(dtype);
+        EXPECT_TRUE(same_bits(newton_schulz({list[i], odd}, options)[0], many[i])) << rows << " x " << cols;
+      }
+    }
+  }
+}
+
 TEST_F(NewtonSchulzOnGpu, MeetsTheCriteriaOnTheStressSpectra) {
   for (const testing::Spectrum& spectrum : testing::stress_spectra(512, 1408)) {
     for (const char* backend : {"gram", "gram_accurate", "standard"}) {

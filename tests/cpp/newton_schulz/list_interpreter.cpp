@@ -1,9 +1,12 @@
 #include "newton_schulz/list_interpreter.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <limits>
@@ -30,6 +33,9 @@ Area area_of(const TileOp& op, const WorkItem& item) {
           std::min<std::int64_t>(op.cols - col, std::int64_t{item.boxes} * kBox)};
 }
 
+// The square of kMirrorBoxes boxes that each row or column belongs to.
+at::Tensor squares_of(std::int64_t n) { return at::arange(n).div(kernels::kMirrorBoxes * kBox, "floor"); }
+
 int panels_of(std::int32_t extent) { return (extent + kBlock - 1) / kBlock; }
 
 }  // namespace
@@ -38,10 +44,14 @@ ListInterpreter::ListInterpreter(const WorkList& list, const std::vector<at::Ten
     : list_(list),
       arena_(at::full({list.arena_elements}, std::numeric_limits<double>::quiet_NaN(), at::kDouble)),
       counters_(static_cast<std::size_t>(list.counter_count)) {
-  for (std::size_t i = 0; i < inputs.size(); ++i) view(list.inputs[i]).copy_(inputs[i]);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    view(list.inputs[i]).copy_(inputs[i]);
+    results_.push_back(at::full_like(inputs[i], std::numeric_limits<double>::quiet_NaN()));
+  }
 }
 
 at::Tensor ListInterpreter::view(int tensor) const {
+  if (tensor >= kernels::kResultTensors) return results_[static_cast<std::size_t>(tensor - kernels::kResultTensors)];
   const ArenaMatrix& m = list_.tensors[static_cast<std::size_t>(tensor)];
   return arena_.as_strided({m.rows, m.cols}, {m.ld, 1}, m.offset);
 }
@@ -61,11 +71,21 @@ bool ListInterpreter::may_start(const WorkItem& item) const {
   return may;
 }
 
+// What lies above the squares on the diagonal has not been written.
+at::Tensor ListInterpreter::operand(int tensor, bool half_stored) const {
+  const at::Tensor all = view(tensor);
+  if (!half_stored) return all;
+  const at::Tensor squares = squares_of(all.size(0));
+  return at::where(squares.unsqueeze(1).ge(squares.unsqueeze(0)), all, all.t());
+}
+
 at::Tensor ListInterpreter::values_of(const WorkItem& item) const {
   const TileOp& op = list_.ops[static_cast<std::size_t>(item.op)];
   const Area area = area_of(op, item);
-  const at::Tensor a = (op.depth_major & 1) != 0 ? view(op.a) : view(op.a).t();
-  const at::Tensor b = (op.depth_major & 2) != 0 ? view(op.b).t() : view(op.b);
+  const at::Tensor left = operand(op.a, (op.half_stored & 1) != 0);
+  const at::Tensor right = operand(op.b, (op.half_stored & 2) != 0);
+  const at::Tensor a = (op.depth_major & 1) != 0 ? left : left.t();
+  const at::Tensor b = (op.depth_major & 2) != 0 ? right.t() : right;
   at::Tensor values = at::mm(a.narrow(0, area.row, area.rows), b.narrow(1, area.col, area.cols)) * double{op.alpha};
   if (op.beta != 0.0F) {
     values += view(op.c).narrow(0, area.row, area.rows).narrow(1, area.col, area.cols) * double{op.beta};
@@ -73,32 +93,34 @@ at::Tensor ListInterpreter::values_of(const WorkItem& item) const {
   return values;
 }
 
-void ListInterpreter::write(int tensor, std::int64_t row, std::int64_t col, const at::Tensor& values, bool symmetric,
-                            double gamma) {
+void ListInterpreter::write(int tensor, const WorkItem& item, const at::Tensor& values, double gamma) {
+  const TileOp& op = list_.ops[static_cast<std::size_t>(item.op)];
+  const auto [row, rows, col, cols] = area_of(op, item);
   const at::Tensor to = view(tensor);
-  if (!symmetric) {
-    to.narrow(0, row, values.size(0)).narrow(1, col, values.size(1)).copy_(values);
+  if (op.symmetric == 0) {
+    to.narrow(0, row, rows).narrow(1, col, cols).copy_(values);
     return;
   }
   const at::Tensor dense = values.contiguous();
   const auto* from = dense.const_data_ptr<double>();
   auto* lines = to.data_ptr<double>();
   const std::int64_t ld = to.stride(0);
-  for (std::int64_t i = row; i < row + values.size(0); ++i) {
-    for (std::int64_t j = col; j < col + values.size(1) && j <= i; ++j) {
-      const double value = from[(i - row) * values.size(1) + j - col] + (i == j ? gamma : 0.0);
+  constexpr std::int64_t kMirror = kernels::kMirrorBoxes * kBox;
+  const bool whole = (op.half_stored & 4) == 0;
+  for (std::int64_t i = row; i < row + rows; ++i) {
+    for (std::int64_t j = col; j < col + cols && j <= i; ++j) {
+      const double value = from[(i - row) * cols + j - col] + (i == j ? gamma : 0.0);
       lines[i * ld + j] = value;
-      lines[j * ld + i] = value;
+      if (whole || i / kMirror == j / kMirror) lines[j * ld + i] = value;
     }
   }
 }
 
 void ListInterpreter::finish(const WorkItem& item, const at::Tensor& values) {
   const TileOp& op = list_.ops[static_cast<std::size_t>(item.op)];
-  const Area area = area_of(op, item);
   const bool symmetric = op.symmetric != 0;
-  write(op.d, area.row, area.col, values, symmetric, 0.0);
-  if (op.d2 >= 0) write(op.d2, area.row, area.col, values, symmetric, op.gamma);
+  write(op.d, item, values, 0.0);
+  if (op.d2 >= 0) write(op.d2, item, values, op.gamma);
   const auto add = [this](std::int32_t base, int panel, int boxes) {
     if (base >= 0) counters_[static_cast<std::size_t>(base + panel)] += 2 * boxes;  // two rows of boxes
   };

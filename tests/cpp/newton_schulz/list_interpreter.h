@@ -33,11 +33,13 @@ class ListInterpreter {
   [[nodiscard]] bool may_start(const kernels::WorkItem& item) const;
   [[nodiscard]] at::Tensor values_of(const kernels::WorkItem& item) const;
   void finish(const kernels::WorkItem& item, const at::Tensor& values);
-  void write(int tensor, std::int64_t row, std::int64_t col, const at::Tensor& values, bool symmetric, double gamma);
+  void write(int tensor, const kernels::WorkItem& item, const at::Tensor& values, double gamma);
   [[nodiscard]] at::Tensor view(int tensor) const;
+  [[nodiscard]] at::Tensor operand(int tensor, bool half_stored) const;
 
   const WorkList& list_;
   at::Tensor arena_;
+  std::vector<at::Tensor> results_;  // of those outside the arena
   std::vector<std::int32_t> counters_;
 };
 

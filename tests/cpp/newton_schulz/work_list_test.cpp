@@ -51,7 +51,8 @@ Case random_case(std::uint64_t seed) {
   constexpr int kWidths[] = {0, 1, 2, 4};
   result.options = {.slots = static_cast<int>(1 + random() % 3),
                     .prescale = static_cast<int>(random() % 5),
-                    .width = kWidths[random() % 4]};
+                    .width = kWidths[random() % 4],
+                    .to_caller = random() % 2 == 0};
   return result;
 }
 
