@@ -152,6 +152,8 @@ def _communicator(
         ranks = dist.get_process_group_ranks(axis.get_group())
         _even_out_groups(axis.get_group())
         groups[purpose] = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"dmuon_{purpose}")
+    if comm != "nccl" and device.type == "cuda":
+        torch.cuda.empty_cache()  # shared memory is taken from the device itself
     choice = (groups[purpose].group_name, axis.get_group().group_name, comm, purpose == "reduce")
     return torch.classes.dmuon.Communicator(choice, device, reproducible)
 

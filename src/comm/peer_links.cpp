@@ -46,7 +46,7 @@ std::string PeerMemory::map(Communicator& inner, c10::Device device, std::size_t
   std::vector<std::uint8_t*> bases;
   for (size_t rank = 0; rank < handles.size(); ++rank) {
     const bool here = static_cast<int>(rank) == inner.rank();
-    if (!here && problem.empty()) problem = to_string(peers_[rank].open(handles[rank]));
+    if (!here && problem.empty() && !handles[rank].empty()) problem = to_string(peers_[rank].open(handles[rank]));
     bases.push_back(static_cast<std::uint8_t*>(here ? own_->data() : peers_[rank].data()));
   }
   if (problem.empty()) bases_ = std::move(bases);

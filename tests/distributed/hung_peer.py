@@ -19,6 +19,7 @@ import dmuon
 def main(rank: int, store: str) -> None:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     torch.cuda.set_device(rank)
+    torch.cuda.init()  # a mesh chooses a device by itself for a process that has not
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         store=dist.FileStore(store, 2),
@@ -27,7 +28,7 @@ def main(rank: int, store: str) -> None:
         timeout=timedelta(seconds=60),
     )
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("shard",))
-    # The timeout of the groups that dedicate_params makes.
+    dist.all_reduce(torch.ones(1, device="cuda"), group=mesh.get_group())  # connecting may take longer than this:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), mesh.get_group())
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]).cuda()

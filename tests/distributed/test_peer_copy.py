@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 -m pytest --on-device cuda tests/distributed/test_peer_copy.py
 """
 
+import gc
+import os
 import subprocess
 import sys
 import time
@@ -251,10 +253,12 @@ def test_models_come_and_go(mesh, rank):
         torch.cuda.synchronize()
         dist.barrier()
         del first
+        gc.collect()
         accumulate(second, rank)
         torch.cuda.synchronize()
         dist.barrier()
         del second
+        gc.collect()
         dist.barrier()
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
@@ -280,6 +284,7 @@ def test_a_hung_peer_is_an_error_that_names_it(mesh, rank, tmp_path):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                env=os.environ | {"RANK": str(index), "LOCAL_RANK": str(index)},
             )
             for index in range(2)
         ]
