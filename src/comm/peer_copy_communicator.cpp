@@ -137,6 +137,7 @@ class PeerCopyCommunicator final : public Communicator {
 
   void check_own(std::span<const OwnerSegment> segments, const PeerMemory& memory) const {
     for (const auto& segment : segments) {
+      if (segment.buffer.numel() == 0) continue;  // lies nowhere
       TORCH_CHECK(segment.root != rank() || segment.buffer.data_ptr() == memory.of(rank()) + segment.place,
                   "[dmuon.comm] what this rank sends does not lie at place ", segment.place, " of its shared memory");
     }
@@ -152,6 +153,7 @@ class PeerCopyCommunicator final : public Communicator {
     const auto* base = memory_.at(Sharing::kReduce).of(rank());
     for (size_t i = 0; i < segments.size(); ++i) {
       const auto& [root, buffer, unused] = segments[i];
+      if (buffer.numel() == 0) continue;  // lies nowhere
       TORCH_CHECK(root == rank() || (buffer.scalar_type() == sent &&
                                      buffer.data_ptr() == base + places[static_cast<size_t>(rank())].places[i]),
                   "[dmuon.comm] what this rank sends to a sum does not lie at its outgoing place");
