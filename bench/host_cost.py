@@ -75,7 +75,8 @@ def wrap(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
     """`name`: plain, or fsdp2 or dmuon with z2 or z3."""
     z3 = name.endswith("z3")
     if name.startswith("dmuon"):
-        dmuon.dedicate_params(model, mesh, lambda name, p: p.ndim == 2, reshard_after_forward=z3)
+        # The fake backend has no peers to look for.
+        dmuon.dedicate_params(model, mesh, lambda name, p: p.ndim == 2, reshard_after_forward=z3, comm="nccl")
     if name.startswith("fsdp2"):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=z3)

@@ -6,7 +6,8 @@
     torchrun --standalone --nproc-per-node 2 bench/step_time.py --device cpu --preset tiny --tokens 16x2
 
 A contender is named OPTIMIZER_MODE[_OPTION...]: adamw or muon; z2 or z3; `root` for fully_shard on the root only
-instead of on every layer and the root (recipe b instead of a); `reproducible`.  Every contender is built once, warmed
+instead of on every layer and the root (recipe b instead of a); `reproducible`; `nccl` or `peer` for who moves dmuon's
+bytes (else: whatever works best here).  Every contender is built once, warmed
 up, and then timed in turn, a few steps at a time, so that a drifting machine hurts all alike.  Phases are timed on the
 GPU by events and on the host by its clock; communication that a phase leaves running counts for the phase that waits
 for it.  --profile adds where the time of one step goes.  On the CPU (gloo) phases are wall time; such a run only shows
@@ -50,7 +51,11 @@ RECIPES: dict[str, Callable[[Llama], list[nn.Module]]] = {
     "root": lambda model: [model],
 }
 """By the option that names it: the modules that get fully_shard, in this order."""
-OPTIONS: dict[str, dict[str, Any]] = {"reproducible": {"reproducible": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reproducible": {"reproducible": True},
+    "nccl": {"comm": "nccl"},
+    "peer": {"comm": "peer"},
+}
 """By name: what dedicate_params gets."""
 WARM_UP = 3
 """Steps of a contender for each shape before anything is measured."""

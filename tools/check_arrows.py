@@ -27,6 +27,7 @@ PUBLIC_HEADERS = {
     "comm": {
         "c10d_communicator.h",
         "communicator.h",
+        "peer_copy_communicator.h",
         "pending.h",
         "recording_communicator.h",
         "reproducible_communicator.h",

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -17,10 +18,36 @@ namespace dmuon {
 
 /// `buffer`: contiguous 1-D, same numel and dtype on every rank; borrowed until the returned Pending has been waited
 /// for.
+/// `place`: of a broadcast: where the root's buffer lies, in bytes from the start of its shared memory (`share`); the
+/// same on every rank, also where the buffer is elsewhere.  -1: not in shared memory.
 struct OwnerSegment {
   int root = 0;
   at::Tensor buffer;
+  std::int64_t place = -1;
 };
+
+/// What memory is shared for.
+enum class Sharing { kBroadcast, kReduce };
+
+/// Places are multiples of this many bytes: what a copy engine likes.
+inline constexpr std::int64_t kPlaceAlignment = 256;
+[[nodiscard]] constexpr std::int64_t align_place(std::int64_t bytes) {
+  return (bytes + kPlaceAlignment - 1) / kPlaceAlignment * kPlaceAlignment;
+}
+
+struct SegmentSize {
+  int root = 0;
+  std::int64_t numel = 0;
+};
+
+/// Where rank `sender` puts what it sends in `reduce_shared`: bytes from the start of its shared memory, one place a
+/// segment, -1 for the segments it is the root of; and the bytes they take together.
+struct OutgoingPlaces {
+  std::vector<std::int64_t> places;
+  std::int64_t bytes = 0;
+};
+[[nodiscard]] OutgoingPlaces outgoing_places(std::span<const SegmentSize> segments, int sender,
+                                             std::int64_t element_bytes);
 
 class Communicator {
  public:
@@ -35,6 +62,20 @@ class Communicator {
   /// Sums each segment into its root's buffer, as one grouped call on the current stream.  On the other ranks the
   /// buffer's content is lost.
   [[nodiscard]] virtual Pending reduce(std::span<const OwnerSegment> segments) = 0;
+
+  /// Set-up; collective; blocks the host.  Memory of `bytes` zero bytes on this rank's device that all ranks can read,
+  /// 1-D of bytes, for as long as this tensor or the communicator lives; undefined, on every rank alike, from a
+  /// communicator that has no use for it, and when it has been asked for the same purpose before.
+  [[nodiscard]] virtual at::Tensor share(Sharing purpose, std::int64_t bytes);
+  /// Whether `reduce_shared` can send in one dtype and sum in another.
+  [[nodiscard]] virtual bool sums_shared(at::ScalarType sent, at::ScalarType sum) const;
+  /// `reduce` out of shared memory.  This rank's part of a segment of another root lies in its shared memory at
+  /// `outgoing_places`, in dtype `sent`, and the segment's buffer is a view of it; on the root the buffer has the dtype
+  /// of the sum, holds the root's own part, and takes v_0 + v_1 + ... in rank order, added in fp32 or wider.  The
+  /// shared memory may be written again when the Pending has been waited for.
+  [[nodiscard]] virtual Pending reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent);
+  /// Throws if an earlier call has failed, naming the peer.  Cheap; for places where nothing else would tell.
+  virtual void check() const {}
 
   /// Copies every rank's segment to its root, as one grouped call on the current stream.  `received[i]`: [size, numel]
   /// on the root of segments[i], undefined elsewhere; borrowed like the segments.

@@ -91,6 +91,8 @@ class DedicatedParamGroup : public torch::CustomClassHolder {
   std::vector<c10::intrusive_ptr<GroupUse>> entered;  ///< forwards in progress, innermost last
   std::vector<at::Tensor> partial;  ///< [column segments] sums of stage 1 that wait for stage 2; empty when none do
   std::map<std::string, TreeAccumulator> trees;  ///< by parameter; reproducible mode only
+  bool kept_back =
+      false;  ///< no_sync was on since the last reduction: every rank may keep gradients back, or none does
   std::vector<at::Tensor> accumulated;  ///< [params] gradients kept back by no_sync, in reduce dtype; may be undefined
 
  private:

@@ -18,6 +18,8 @@ struct MemoryOptions {
   bool published_copy = true;       ///< false when the compute dtype is the master dtype: the master is what is sent
   bool grad_aliases_reduce = true;  ///< false when the reduce dtype is not the master dtype: `.grad` is a cast copy
   bool reshard_after_forward = true;
+  std::int64_t outgoing = 0;        ///< bytes that peers read gradients from; 0: what is sent needs reduce buffers
+  std::int64_t received_bytes = 0;  ///< with them: what the column receives of its peers' gradients, bytes per element
   bool replicated = false;  ///< there is a replicate mesh: stage 2 of one group is in flight while the next is reduced
 };
 
@@ -25,11 +27,12 @@ struct MemoryEstimate {
   std::int64_t masters = 0;
   std::int64_t momentum = 0;
   std::int64_t published = 0;
+  std::int64_t outgoing = 0;       ///< memory that peers read gradients from
   std::int64_t gradients = 0;      ///< reduced gradients the rank holds when backward has ended
   std::int64_t forward_peak = 0;   ///< all bytes live at the worst moment of forward
   std::int64_t backward_peak = 0;  ///< likewise of backward
 
-  [[nodiscard]] std::int64_t resident() const { return masters + momentum + published; }
+  [[nodiscard]] std::int64_t resident() const { return masters + momentum + published + outgoing; }
   [[nodiscard]] std::int64_t peak() const { return forward_peak > backward_peak ? forward_peak : backward_peak; }
 };
 

@@ -29,6 +29,7 @@ class ReproducibleCommunicator final : public Communicator {
   }
   std::vector<std::string> exchange(const std::string& text) override { return inner_->exchange(text); }
   std::vector<std::string> meet(const std::string& text) override { return inner_->meet(text); }
+  void check() const override { inner_->check(); }
 
  private:
   CommunicatorPtr inner_;

@@ -60,6 +60,7 @@ struct ForwardPass {
 class BackwardPass;
 class GradientReduction;
 struct ReducePath;
+struct SharedPlaces;
 class MemoryLedger;
 struct Waiting;
 
@@ -67,6 +68,7 @@ class Runtime : public torch::CustomClassHolder {
  public:
   /// `params`: [plan matrices].  `groups` in module order; together they name every matrix exactly once.
   /// Throws c10::ValueError, naming the parameter, for anything that does not fit; nothing has been changed then.
+  /// Collective with communicators that share memory.
   Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<GroupSpec> groups, RuntimeComms comms,
           c10::Device device, RuntimeOptions options);
   ~Runtime() override;
@@ -113,6 +115,11 @@ class Runtime : public torch::CustomClassHolder {
   [[nodiscard]] std::int64_t peak_bytes() const;
   void track_memory();
 
+  /// Memory that peers read gradients from, for as long as this lives; 0 without.
+  [[nodiscard]] std::int64_t outgoing_bytes() const;
+  /// With it, what a column receives of its peers' gradients in a reduction, bytes per element.
+  [[nodiscard]] std::int64_t received_bytes() const;
+
   /// Backward passes begun so far.
   [[nodiscard]] std::int64_t backward_count() const { return pass_count_; }
 
@@ -130,6 +137,8 @@ class Runtime : public torch::CustomClassHolder {
 
  private:
   void check_inputs(const std::vector<GroupSpec>& groups) const;
+  void share_memory();
+  void check_peers() const;
   void gather(DedicatedParamGroup& group, Source source);
   void gather_again(DedicatedParamGroup& group, Source source);
   bool issue_next_forward_gather();
@@ -169,6 +178,8 @@ class Runtime : public torch::CustomClassHolder {
   std::unique_ptr<ReducePath> reduce_path_;
   std::unique_ptr<MemoryLedger> ledger_;
   std::unique_ptr<Waiting> waiting_;
+  at::Tensor shared_;  ///< that the shard group reads published copies from; or undefined
+  std::unique_ptr<SharedPlaces> shared_places_;
   std::vector<bool> sync_groups_;
   bool across_replicas_ = true;
   double divide_factor_;

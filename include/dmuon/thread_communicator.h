@@ -21,6 +21,9 @@ class ThreadWorld;
     int size, std::chrono::milliseconds timeout = std::chrono::minutes(1));
 
 /// The communicator of `rank`; to be used by that rank's thread only.
-[[nodiscard]] CommunicatorPtr make_thread_communicator(std::shared_ptr<ThreadWorld> world, int rank);
+/// `shares`, on every rank alike: it gives shared memory, and then takes what a root sends from its place there, and
+/// what a rank sends to a sum from its outgoing place, never from a buffer: a wrong place shows as a wrong value.
+[[nodiscard]] CommunicatorPtr make_thread_communicator(std::shared_ptr<ThreadWorld> world, int rank,
+                                                       bool shares = false);
 
 }  // namespace dmuon

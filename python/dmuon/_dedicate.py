@@ -37,6 +37,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     hook_boundary_strict: bool = True,
     owner_strategy: str = "lpt",
     reproducible: bool = False,
+    comm: str = "auto",
 ) -> Assignment:
     """Dedicates the parameters for which `predicate(name, parameter)` is true.  Collective over `mesh`.
 
@@ -60,15 +61,19 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
         so that 1x4, 2x2 and 4x1 meshes, and one rank with four micro-batches, give the same bits.  Owners receive every
         rank's gradient and add them themselves: slower, more memory.  With replicas the shard axis must have a power of
         two of ranks.
+    comm: who moves the bytes inside `mesh`.  "nccl": the process group's backend.  "peer": copy engines read the
+        peers' memory and owners add up gradients themselves, which leaves the GPU's processors to the model and sends
+        gradients in their own dtype; needs CUDA, all ranks of `mesh` on one host, and peer access between their GPUs.
+        "auto": "peer" where it works (all ranks decide together), else "nccl".
 
     Returns the read-only assignment of parameters to owners.
     Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is
     not 2-D or not floating, a parameter dedicated or sharded already, a boundary not found, ranks that disagree.
     """
-    _check_meshes(mesh, replicate_mesh)
+    _check_meshes(mesh, replicate_mesh, comm)
     policy = _policy(mp_policy, compute_dtype)
     device = _device(mesh)
-    gather = _communicator(mesh, "gather", device, False)
+    gather = _communicator(mesh, "gather", device, comm=comm)
     replicate = None if replicate_mesh is None else _communicator(replicate_mesh, "replicate", device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
     matrices, groups = _agree(gather, replicate, (model, predicate, boundary))
@@ -78,7 +83,8 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     )
 
     _take_first_ranks_values([gather, replicate], model, device)
-    reduce = _communicator(mesh, "reduce", device, reproducible)
+    of_sums = _comm_of_sums(comm, reproducible, policy, matrices)
+    reduce = _communicator(mesh, "reduce", device, reproducible, of_sums)
     slot = (gather.rank(), 0 if replicate is None else replicate.rank())
     registered, unsharded = _make_parameters(matrices, plan, slot, policy.param_dtype, device)
     flags = (policy.cast_forward_inputs, reshard_after_forward, reproducible)
@@ -98,13 +104,30 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     return Assignment(params, plan)
 
 
-def _check_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
+_COMMS = ("auto", "nccl", "peer")
+_PEER_SUMS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _comm_of_sums(comm: str, reproducible: bool, policy: MixedPrecisionPolicy, matrices: list[Matrix]) -> str:
+    if reproducible:
+        return "nccl"
+    dtype = policy.reduce_dtype or policy.param_dtype or matrices[0].parameter.dtype
+    if dtype in _PEER_SUMS:
+        return comm
+    if comm == "peer":
+        raise ValueError(f'[dmuon.dedicate_params] comm="peer" adds up {_PEER_SUMS}, not the reduce dtype {dtype}')
+    return "nccl"
+
+
+def _check_meshes(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, comm: str) -> None:
     for name, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
         if axis is not None and axis.ndim != 1:
             raise ValueError(
                 f"[dmuon.dedicate_params] {name} must be 1-D, got {axis.ndim}-D {axis}; of a 2-D mesh pass "
                 "mesh['shard'] and replicate_mesh=mesh['replicate']"
             )
+    if comm not in _COMMS:
+        raise ValueError(f"[dmuon.dedicate_params] comm must be one of {_COMMS}, got {comm!r}")
 
 
 def _process_groups(*axes: DeviceMesh | None) -> list[dist.ProcessGroup]:
@@ -118,7 +141,9 @@ class _Groups(dict):
         return _Groups, ()
 
 
-def _communicator(axis: DeviceMesh, purpose: str, device: torch.device, reproducible: bool) -> torch.ScriptObject:
+def _communicator(
+    axis: DeviceMesh, purpose: str, device: torch.device, reproducible: bool = False, comm: str = "nccl"
+) -> torch.ScriptObject:
     """Over a process group of its own, one per mesh object and purpose: its collectives neither queue behind FSDP2's or
     each other's nor depend on their order.
     """
@@ -127,7 +152,10 @@ def _communicator(axis: DeviceMesh, purpose: str, device: torch.device, reproduc
         ranks = dist.get_process_group_ranks(axis.get_group())
         _even_out_groups(axis.get_group())
         groups[purpose] = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"dmuon_{purpose}")
-    return torch.classes.dmuon.Communicator(groups[purpose].group_name, device, reproducible)
+    if comm != "nccl" and device.type == "cuda":
+        torch.cuda.empty_cache()  # shared memory is taken from the device itself
+    choice = (groups[purpose].group_name, axis.get_group().group_name, comm, purpose == "reduce")
+    return torch.classes.dmuon.Communicator(choice, device, reproducible)
 
 
 def _even_out_groups(group: dist.ProcessGroup) -> None:

@@ -64,7 +64,7 @@ class MemoryReport:
     """Bytes of dmuon's own memory on this rank.  Predicted values follow from the plan alone."""
 
     predicted_resident: int
-    """Masters, momentum and published copies."""
+    """Masters, momentum, published copies, and memory that peers read gradients from."""
     predicted_momentum: int
     predicted_forward_peak: int
     predicted_backward_peak: int
@@ -72,6 +72,8 @@ class MemoryReport:
     """Buffers and gradients at this moment; without the optimizer's momentum."""
     peak: int
     """Largest `live` since `memory_report(model, track=True)`; 0 if it was never called."""
+    outgoing: int
+    """Of `live`: memory that peers read gradients from; 0 unless `dedicate_params` chose comm="peer"."""
 
 
 def memory_report(model: nn.Module, *, track: bool = False) -> MemoryReport:
@@ -79,4 +81,4 @@ def memory_report(model: nn.Module, *, track: bool = False) -> MemoryReport:
     runtime = the_dedication(model, "memory_report").runtime
     if track:
         runtime.track_memory()
-    return MemoryReport(*runtime.predict_memory(), runtime.live_bytes(), runtime.peak_bytes())
+    return MemoryReport(*runtime.predict_memory(), runtime.live_bytes(), runtime.peak_bytes(), runtime.outgoing_bytes())

@@ -62,6 +62,8 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> predict_memory(const RuntimePtr& 
   options.published_copy = master != self->compute_dtype() || self->plan().mesh.replicate > 1;
   options.grad_aliases_reduce = master == self->reduce_dtype();
   options.reshard_after_forward = self->groups().front()->reshard_after_forward;
+  options.outgoing = self->outgoing_bytes();
+  options.received_bytes = self->received_bytes();
   options.replicated = self->plan().mesh.replicate > 1;
   std::vector<plan::GroupLayout> layouts;
   for (const auto& group : self->groups()) layouts.push_back(group->layout());
@@ -126,6 +128,7 @@ void register_runtime(torch::Library& library) {
       .def("progress", &Runtime::progress)
       .def("live_bytes", &Runtime::live_bytes)
       .def("peak_bytes", &Runtime::peak_bytes)
+      .def("outgoing_bytes", &Runtime::outgoing_bytes)
       .def("track_memory", &Runtime::track_memory)
       .def("predict_memory", &predict_memory)
       .def("params", [](const RuntimePtr& self) { return self->params(); })

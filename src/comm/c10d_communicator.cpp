@@ -34,12 +34,12 @@ int next_number(const std::string& group_name) {
 
 class C10dCommunicator final : public Communicator {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device)
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, bool connects)
       : group_(std::move(group)),
         device_(device),
         meeting_place_(c10::str("dmuon/", next_number(group_->getGroupName()), "/")),
         groups_calls_(group_->getBackend(device.type())->getBackendName() == "nccl") {
-    if (groups_calls_ && size() > 1) connect();
+    if (connects && groups_calls_ && size() > 1) connect();
   }
 
   int rank() const override { return group_->getRank(); }
@@ -185,8 +185,16 @@ class C10dCommunicator final : public Communicator {
 
 }  // namespace
 
-CommunicatorPtr make_c10d_communicator(const std::string& group_name, c10::Device device) {
-  return std::make_shared<C10dCommunicator>(c10d::resolve_process_group(group_name), device);
+CommunicatorPtr make_c10d_communicator(const std::string& group_name, c10::Device device, bool connects) {
+  return std::make_shared<C10dCommunicator>(c10d::resolve_process_group(group_name), device, connects);
+}
+
+std::chrono::milliseconds c10d_timeout(const std::string& group_name, c10::Device device) {
+  try {
+    return c10d::resolve_process_group(group_name)->getBackend(device.type())->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return std::chrono::minutes(10);
+  }
 }
 
 }  // namespace dmuon

@@ -3,11 +3,15 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace dmuon {
 namespace {
 
-enum class CallKind { kBroadcast, kReduce, kGather, kScatter, kExchange };
+enum class CallKind { kBroadcast, kReduce, kReduceShared, kGather, kScatter, kExchange };
+
+// Memory of one purpose, by rank.
+using Shared = std::vector<at::Tensor>;
 
 // What one rank brings to a collective.
 struct Deposit {
@@ -15,6 +19,7 @@ struct Deposit {
   std::vector<at::Tensor> received;
   std::vector<std::vector<at::Tensor>> parts;
   std::string text;
+  at::ScalarType sent = at::kFloat;  // of a reduce_shared
 };
 
 // One collective: what every rank deposited, and whether the data has moved.
@@ -24,12 +29,41 @@ struct Call {
   std::vector<std::vector<at::Tensor>> received;            // [rank], of a gather
   std::vector<std::vector<std::vector<at::Tensor>>> parts;  // [rank], of a scatter
   std::vector<std::string> texts;                           // [rank]
+  std::vector<at::ScalarType> sent;                         // [rank]
   int arrived = 0;
   bool done = false;
   std::string error;
 };
 
-void move_segment(const Call& call, size_t index) {
+at::Tensor piece_of(const at::Tensor& memory, std::int64_t place, std::int64_t numel, at::ScalarType dtype) {
+  const auto bytes = numel * static_cast<std::int64_t>(at::elementSize(dtype));
+  return memory.narrow(0, place, bytes).view(dtype);
+}
+
+// What each rank sent to a sum, out of its shared memory; the root's own part out of its buffer.
+void reduce_shared(const Call& call, const Shared& shared) {
+  std::vector<SegmentSize> sizes;
+  for (const auto& segment : call.segments[0]) sizes.push_back({segment.root, segment.buffer.numel()});
+  const auto bytes = static_cast<std::int64_t>(at::elementSize(call.sent[0]));
+  std::vector<OutgoingPlaces> places;
+  for (size_t rank = 0; rank < shared.size(); ++rank) {
+    places.push_back(outgoing_places(sizes, static_cast<int>(rank), bytes));
+  }
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const auto root = static_cast<size_t>(sizes[i].root);
+    const auto& total = call.segments[root][i].buffer;
+    const auto part = [&](size_t rank) {
+      const auto mine =
+          rank == root ? total : piece_of(shared[rank], places[rank].places[i], sizes[i].numel, call.sent[0]);
+      return mine.to(at::promote_types(total.scalar_type(), at::kFloat), false, true);
+    };
+    auto sum = part(0);
+    for (size_t rank = 1; rank < shared.size(); ++rank) sum.add_(part(rank));
+    total.copy_(sum);
+  }
+}
+
+void move_segment(const Call& call, size_t index, const Shared& shared) {
   const auto kind = call.kind;
   const auto& ranks = call.segments;
   const auto& root = ranks[0][index];
@@ -45,6 +79,9 @@ void move_segment(const Call& call, size_t index) {
     return;
   }
   auto total = ranks[static_cast<size_t>(root.root)][index].buffer;
+  if (kind == CallKind::kBroadcast && root.place >= 0 && !shared.empty()) {
+    total = piece_of(shared[static_cast<size_t>(root.root)], root.place, total.numel(), total.scalar_type());
+  }
   if (kind == CallKind::kBroadcast) {
     for (const auto& segments : ranks) {
       if (!segments[index].buffer.is_same(total)) segments[index].buffer.copy_(total);
@@ -56,19 +93,23 @@ void move_segment(const Call& call, size_t index) {
   total.copy_(sum);
 }
 
-std::string mismatch(const std::vector<std::vector<OwnerSegment>>& ranks) {
+std::string mismatch(const Call& call) {
+  const auto& ranks = call.segments;
   for (const auto& segments : ranks) {
     if (segments.size() != ranks[0].size()) return "ranks passed different numbers of segments";
     for (size_t i = 0; i < segments.size(); ++i) {
       const auto& mine = segments[i];
       const auto& first = ranks[0][i];
-      if (mine.root != first.root || mine.buffer.numel() != first.buffer.numel() ||
-          mine.buffer.scalar_type() != first.buffer.scalar_type()) {
+      const bool same_dtype =
+          call.kind == CallKind::kReduceShared || mine.buffer.scalar_type() == first.buffer.scalar_type();
+      if (mine.root != first.root || mine.place != first.place || mine.buffer.numel() != first.buffer.numel() ||
+          !same_dtype) {
         return "ranks passed segments of different root, size or dtype";
       }
     }
   }
-  return "";
+  const bool alike = std::adjacent_find(call.sent.begin(), call.sent.end(), std::not_equal_to<>()) == call.sent.end();
+  return alike ? "" : "ranks sent different dtypes";
 }
 
 }  // namespace
@@ -89,6 +130,7 @@ class ThreadWorld {
       slot->received.resize(static_cast<size_t>(size_));
       slot->parts.resize(static_cast<size_t>(size_));
       slot->texts.resize(static_cast<size_t>(size_));
+      slot->sent.resize(static_cast<size_t>(size_), deposit.sent);
     }
     const auto call = slot;
     if (call->kind != kind) call->error = "ranks issued different collectives at the same place in the order";
@@ -96,11 +138,20 @@ class ThreadWorld {
     call->received[static_cast<size_t>(rank)] = std::move(deposit.received);
     call->parts[static_cast<size_t>(rank)] = std::move(deposit.parts);
     call->texts[static_cast<size_t>(rank)] = std::move(deposit.text);
+    call->sent[static_cast<size_t>(rank)] = deposit.sent;
     if (++call->arrived == size_) {
       complete(*call);
       calls_.erase(sequence);
     }
     return call;
+  }
+
+  // Once a purpose and rank.
+  void share(Sharing purpose, int rank, at::Tensor memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& shared = shared_[purpose];
+    shared.resize(static_cast<size_t>(size_));
+    shared[static_cast<size_t>(rank)] = std::move(memory);
   }
 
   bool done(const Call& call) {
@@ -121,16 +172,22 @@ class ThreadWorld {
  private:
   void complete(Call& call) {
     const at::NoGradGuard no_grad;
-    if (call.error.empty()) call.error = mismatch(call.segments);
-    if (call.error.empty()) {
-      for (size_t i = 0; i < call.segments[0].size(); ++i) move_segment(call, i);
-    }
+    if (call.error.empty()) call.error = mismatch(call);
+    if (call.error.empty()) move(call);
     call.segments.clear();
     call.received.clear();
     call.parts.clear();
     call.done = true;
     if (!call.error.empty()) broken_ = call.error;
     moved_.notify_all();
+  }
+
+  void move(const Call& call) {
+    if (call.kind == CallKind::kReduceShared) return reduce_shared(call, shared_.at(Sharing::kReduce));
+    const auto shared = shared_.find(Sharing::kBroadcast);
+    for (size_t i = 0; i < call.segments[0].size(); ++i) {
+      move_segment(call, i, shared == shared_.end() ? Shared() : shared->second);
+    }
   }
 
   void give_up(std::string why) {
@@ -143,14 +200,16 @@ class ThreadWorld {
   std::mutex mutex_;
   std::condition_variable moved_;
   std::map<int64_t, std::shared_ptr<Call>> calls_;  // by sequence number
-  std::string broken_;                              // why no unfinished call will ever finish
+  std::map<Sharing, Shared> shared_;
+  std::string broken_;  // why no unfinished call will ever finish
 };
 
 namespace {
 
 class ThreadCommunicator final : public Communicator {
  public:
-  ThreadCommunicator(std::shared_ptr<ThreadWorld> world, int rank) : world_(std::move(world)), rank_(rank) {}
+  ThreadCommunicator(std::shared_ptr<ThreadWorld> world, int rank, bool shares)
+      : world_(std::move(world)), rank_(rank), shares_(shares) {}
 
   int rank() const override { return rank_; }
   int size() const override { return world_->size(); }
@@ -158,6 +217,21 @@ class ThreadCommunicator final : public Communicator {
     return issue(CallKind::kBroadcast, segments, {}, {});
   }
   Pending reduce(std::span<const OwnerSegment> segments) override { return issue(CallKind::kReduce, segments, {}, {}); }
+
+  at::Tensor share(Sharing purpose, std::int64_t bytes) override {
+    if (!shares_ || !shared_.insert(purpose).second) return {};
+    const auto memory = at::zeros({bytes}, at::kByte);
+    world_->share(purpose, rank_, memory);
+    static_cast<void>(exchange(""));
+    return memory;
+  }
+  bool sums_shared(at::ScalarType sent, at::ScalarType sum) const override {
+    return shares_ && at::isFloatingType(sent) && at::isFloatingType(sum);
+  }
+  Pending reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent) override {
+    return issue(CallKind::kReduceShared, segments, {}, {}, sent);
+  }
+
   Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override {
     return issue(CallKind::kGather, segments, received, {});
   }
@@ -171,18 +245,18 @@ class ThreadCommunicator final : public Communicator {
 
  private:
   std::vector<std::string> exchange_at(int64_t sequence, const std::string& text) {
-    const auto call = world_->arrive(sequence, rank_, CallKind::kExchange, {{}, {}, {}, text});
+    const auto call = world_->arrive(sequence, rank_, CallKind::kExchange, {{}, {}, {}, text, at::kFloat});
     world_->wait(*call);
     return call->texts;
   }
 
   Pending issue(CallKind kind, std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received,
-                const std::vector<std::vector<at::Tensor>>& parts) {
-    Deposit deposit{{}, received, parts, ""};
+                const std::vector<std::vector<at::Tensor>>& parts, at::ScalarType sent = at::kFloat) {
+    Deposit deposit{{}, received, parts, "", sent};
     std::vector<at::Tensor> keep_alive = received;
     for (const auto& tensors : parts) keep_alive.insert(keep_alive.end(), tensors.begin(), tensors.end());
     for (const auto& segment : segments) {
-      deposit.segments.push_back({segment.root, segment.buffer.variable_data()});
+      deposit.segments.push_back({segment.root, segment.buffer.variable_data(), segment.place});
       keep_alive.push_back(segment.buffer);
     }
     auto call = world_->arrive(sequence_++, rank_, kind, std::move(deposit));
@@ -192,6 +266,8 @@ class ThreadCommunicator final : public Communicator {
 
   std::shared_ptr<ThreadWorld> world_;
   int rank_;
+  bool shares_;
+  std::set<Sharing> shared_;
   int64_t sequence_ = 0;
   int64_t meetings_ = 0;
 };
@@ -203,10 +279,10 @@ std::shared_ptr<ThreadWorld> make_thread_world(int size, std::chrono::millisecon
   return std::make_shared<ThreadWorld>(size, timeout);
 }
 
-CommunicatorPtr make_thread_communicator(std::shared_ptr<ThreadWorld> world, int rank) {
+CommunicatorPtr make_thread_communicator(std::shared_ptr<ThreadWorld> world, int rank, bool shares) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < world->size(), "[dmuon.comm] rank ", rank, " is outside a world of ",
                     world->size());
-  return std::make_shared<ThreadCommunicator>(std::move(world), rank);
+  return std::make_shared<ThreadCommunicator>(std::move(world), rank, shares);
 }
 
 }  // namespace dmuon

@@ -34,7 +34,7 @@ class Schedule {
   }
 
   [[nodiscard]] MemoryEstimate run() const {
-    MemoryEstimate estimate;
+    MemoryEstimate estimate{.outgoing = options_.outgoing};
     for (const GroupSizes& group : sizes_) {
       estimate.masters += group.own_padded * options_.master_bytes;
       estimate.momentum += group.own_payload * options_.master_bytes;
@@ -84,6 +84,13 @@ class Schedule {
     return index < 0 ? 0 : sizes_[index].payload * options_.compute_bytes;
   }
 
+  /// While a group's stage 1 is under way.
+  [[nodiscard]] std::int64_t reduce_buffers(int index) const {
+    const GroupSizes& group = sizes_[index];
+    if (options_.outgoing == 0) return group.padded * options_.reduce_bytes;
+    return group.column_padded * (options_.reduce_bytes + options_.received_bytes);
+  }
+
   /// What is left of a group's reduction while the next group is reduced.
   [[nodiscard]] std::int64_t in_flight(int index) const {
     return options_.replicated ? sizes_[index].column_padded * options_.reduce_bytes : gradient(sizes_[index]);
@@ -96,7 +103,7 @@ class Schedule {
     std::int64_t gradients =
         0;  // of the groups reduced before: `.grad`, or the column's sums in flight across replicas
     for (int i = last(); i >= 0; --i) {
-      const std::int64_t reduce = sizes_[i].padded * options_.reduce_bytes;
+      const std::int64_t reduce = reduce_buffers(i);
       const std::int64_t cast = options_.grad_aliases_reduce ? 0 : gradient(sizes_[i]);
       const std::int64_t filled = live_gathers(i, i - 1) + unsharded_gradients(i) + reduce;
       const std::int64_t finishing = live_gathers(i - 1, i - 2) + unsharded_gradients(i - 1) + reduce + cast;

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "runtime/shared_memory.h"
+
 namespace dmuon {
 namespace {
 
@@ -53,18 +55,19 @@ void accumulate_gradients(DedicatedParamGroup& group, at::ScalarType dtype) {
 
 GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank, const ReducePath& path,
                                      const ReduceOptions& options, MemoryLedger& ledger)
-    : group_(group), path_(path), options_(options), ledger_(ledger) {
+    : group_(group),
+      path_(path),
+      options_(options),
+      ledger_(ledger),
+      sent_(path.outgoing.defined() && !group.kept_back ? path.sent : options.dtype) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;  // nothing here is differentiated: cheaper calls
   auto gradients = take_gradients(group);
+  group.kept_back = false;
   const auto device = group.params().front()->unsharded().device();
+  wait_for_outgoing(device);
   allocate(group.reduce_layout(), rank, at::TensorOptions().dtype(options.dtype).device(device));
-  Copies copies;
-  place(gradients, rank, copies);
-  if (!copies.first.empty()) {
-    at::_foreach_copy_(copies.first, copies.second);
-    if (options.pre_divide_factor != 1.0) at::_foreach_mul_(copies.first, 1.0 / options.pre_divide_factor);
-  }
+  place(gradients, rank);
 
   const auto gradient_bytes = total_bytes(gradients);
   ledger_.add(gradient_bytes);
@@ -73,40 +76,85 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
   if (path_.shard->size() > 1) {
     path_.shard_stream.wait_current();
     const StreamScope scope(path_.shard_stream);
-    shard_ = path_.shard->reduce(segments_);
+    shard_ = path_.outgoing.defined() ? path_.shard->reduce_shared(segments_, sent_) : path_.shard->reduce(segments_);
   }
   if (!device.is_cpu()) begin_replicate();
 }
 
 GradientReduction::~GradientReduction() { ledger_.add(-others_bytes_ - column_bytes_); }
 
-// Segments of this column are buffers of their own, because the owner's lives on as `.grad`; all others share one.
-void GradientReduction::allocate(const plan::GroupLayout& layout, plan::Slot rank, const at::TensorOptions& buffer) {
+// The outgoing memory is one for all reductions: this one's gradients follow when its last reader is done.
+void GradientReduction::wait_for_outgoing(c10::Device device) const {
+  if (!path_.outgoing.defined() || device.is_cpu()) return;
+  Event last;
+  {
+    const StreamScope scope(path_.shard_stream);
+    last = Event::record(device);
+  }
+  last.block_current_stream();
+}
+
+// Where the communicator puts what this column's peers send.
+std::int64_t GradientReduction::received_bytes() const {
+  std::int64_t numel = 0;
+  for (const auto& segment : column_) numel += segment.buffer.numel();
+  return numel * static_cast<std::int64_t>(at::elementSize(sent_)) * (path_.shard->size() - 1);
+}
+
+// [segments] undefined for those of this column.
+std::vector<at::Tensor> GradientReduction::foreign_buffers(const plan::GroupLayout& layout, plan::Slot rank,
+                                                           const at::TensorOptions& buffer) {
+  const bool shared = path_.outgoing.defined();
+  const auto bytes = static_cast<std::int64_t>(at::elementSize(sent_));
+  const auto outgoing = outgoing_places(segment_sizes(layout), rank.shard, bytes);
   std::int64_t others_numel = 0;
   for (const auto& segment : layout.segments) {
     if (segment.owner.shard != rank.shard) others_numel += segment.numel;
   }
-  others_ = at::empty({others_numel}, buffer);
+  others_ = at::empty({shared ? 0 : others_numel}, buffer);
+  std::vector<at::Tensor> buffers(layout.segments.size());
   std::int64_t offset = 0;
+  for (size_t s = 0; s < buffers.size(); ++s) {
+    const auto numel = layout.segments[s].numel;
+    if (layout.segments[s].owner.shard == rank.shard) continue;
+    buffers[s] = shared ? view_shared(path_.outgoing, outgoing.places[s], numel, sent_)
+                        : others_.narrow(0, std::exchange(offset, offset + numel), numel);
+  }
+  return buffers;
+}
+
+// Segments of this column are buffers of their own, because the owner's lives on as `.grad`; all others share one.
+void GradientReduction::allocate(const plan::GroupLayout& layout, plan::Slot rank, const at::TensorOptions& buffer) {
+  auto foreign = foreign_buffers(layout, rank, buffer);
+  size_t next = 0;
   for (const auto& segment : layout.segments) {
+    auto& other = foreign[next++];
     if (segment.owner.shard == rank.shard) {
       column_.push_back({segment.owner.replicate, at::empty({segment.numel}, buffer)});
       column_bytes_ += static_cast<std::int64_t>(column_.back().buffer.nbytes());
       segments_.push_back({segment.owner.shard, column_.back().buffer});
     } else {
-      segments_.push_back({segment.owner.shard, others_.narrow(0, offset, segment.numel)});
-      offset += segment.numel;
+      segments_.push_back({segment.owner.shard, std::move(other)});
     }
     auto& flat = segments_.back().buffer;
     if (segment.numel != segment.payload) flat.zero_();  // alignment gaps travel too: give them a value
   }
-  others_bytes_ = static_cast<std::int64_t>(others_.nbytes());
+  others_bytes_ = path_.outgoing.defined() ? received_bytes() : static_cast<std::int64_t>(others_.nbytes());
   ledger_.add(others_bytes_ + column_bytes_);
 }
 
-void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Slot rank, Copies& copies) {
+void GradientReduction::pack(const Copies& copies) const {
+  if (copies.first.empty()) return;
+  at::_foreach_copy_(copies.first, copies.second);
+  if (options_.pre_divide_factor != 1.0) at::_foreach_mul_(copies.first, 1.0 / options_.pre_divide_factor);
+}
+
+void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Slot rank) {
+  Copies outgoing;  // apart: one call copies into one dtype
+  Copies staying;
   for (size_t s = 0; s < segments_.size(); ++s) {
     const auto& segment = group_.reduce_layout().segments[s];
+    auto& copies = segment.owner.shard != rank.shard && sent_ != options_.dtype ? outgoing : staying;
     for (const auto& packed : segment.matrices) {
       const auto position = group_.position_of(packed.matrix);
       const auto& param = group_.params()[position];
@@ -123,6 +171,8 @@ void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Sl
       if (segment.owner == rank) shares_.push_back({param, view, gradient.defined()});
     }
   }
+  pack(outgoing);
+  pack(staying);
 }
 
 // Runs on the replicate stream, after stage 1's stream (CUDA) or after stage 1 itself (CPU).

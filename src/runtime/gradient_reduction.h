@@ -26,8 +26,13 @@ struct ReducePath {
   Stream shard_stream;
   CommunicatorPtr replicate;
   Stream replicate_stream;
+  at::Tensor outgoing{};             ///< memory that the owners read what this rank sends from; undefined: none
+  at::ScalarType sent = at::kFloat;  ///< with it: the dtype on the wire, which the gradients come in
 };
 
+/// With outgoing memory a rank sends its gradients as they are (bf16, say) and the owner adds them up in the reduce
+/// dtype; gradients that no_sync kept back are already sums in the reduce dtype, and so is all that is sent with them.
+///
 /// Stage 1 sums inside the shard group to the row owners, stage 2 sums the column across the replicate group to the
 /// owner.  On CUDA both are enqueued at once, on streams of their own; on CPU stage 2 goes out in `finish_shard`.
 ///
@@ -71,7 +76,12 @@ class GradientReduction {
   };
   using Copies = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;  ///< targets, sources
   void allocate(const plan::GroupLayout& layout, plan::Slot rank, const at::TensorOptions& buffer);
-  void place(const std::vector<at::Tensor>& gradients, plan::Slot rank, Copies& copies);
+  [[nodiscard]] std::vector<at::Tensor> foreign_buffers(const plan::GroupLayout& layout, plan::Slot rank,
+                                                        const at::TensorOptions& buffer);
+  void place(const std::vector<at::Tensor>& gradients, plan::Slot rank);
+  void pack(const Copies& copies) const;
+  [[nodiscard]] std::int64_t received_bytes() const;
+  void wait_for_outgoing(c10::Device device) const;
   void begin_replicate();
   void deliver(const Share& share) const;
   [[nodiscard]] bool peers() const { return path_.shard->size() > 1 || path_.replicate; }
@@ -82,7 +92,8 @@ class GradientReduction {
   MemoryLedger& ledger_;
   std::vector<OwnerSegment> segments_;  ///< stage 1, rooted at shard coordinates
   std::vector<OwnerSegment> column_;    ///< stage 2, rooted at replicate coordinates; buffers of their own
-  at::Tensor others_;                   ///< one buffer for all other columns
+  at::Tensor others_;                   ///< one buffer for all other columns, unless they are in outgoing memory
+  at::ScalarType sent_;                 ///< of what leaves this rank in stage 1
   std::vector<at::Tensor> merged_;      ///< earlier partial sums, alive until stage 2 is done with them
   std::vector<Share> shares_;
   Pending shard_;

@@ -1,5 +1,6 @@
 #include "runtime/group_buffers.h"
 
+#include "runtime/shared_memory.h"
 #include "runtime/storage.h"
 
 namespace dmuon {
@@ -7,6 +8,12 @@ namespace {
 
 std::int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+}
+
+// The copy that is sent, in shared memory if there is some.
+at::Tensor make_sent(const BufferPlacement& placement, std::int64_t place, std::int64_t numel, at::ScalarType dtype) {
+  if (placement.shared.defined()) return view_shared(placement.shared, place, numel, dtype);
+  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(placement.device));
 }
 
 // Leaves keep their identity; only their data moves.
@@ -40,13 +47,14 @@ GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<De
     buffers.owner = segment.owner;
     buffers.owned = segment.owner == rank;
     buffers.column = segment.owner.shard == rank.shard;
-    if (buffers.owned) place_masters(segment, buffers, members);
+    if (placement.shared.defined()) buffers.place = placement.places.at(segments_.size() - 1);
+    if (buffers.owned) place_masters(segment, buffers, members, placement);
     if (!buffers.column) {
       buffers.compute = gather_.narrow(0, std::exchange(gather_offset, gather_offset + segment.numel), segment.numel);
     } else if (buffers.owned && !placement.replicated && buffers.master.scalar_type() == placement.compute_dtype) {
       buffers.compute = buffers.master;
     } else {
-      buffers.compute = at::zeros({segment.numel}, compute);
+      buffers.compute = make_sent(placement, buffers.place, segment.numel, placement.compute_dtype);
     }
     link_unsharded(segment, buffers, members);
     if (buffers.column && !buffers.compute.is_same(buffers.master)) resident_bytes_ += bytes_of(buffers.compute);
@@ -64,13 +72,16 @@ GroupBuffers::~GroupBuffers() {
 }
 
 void GroupBuffers::place_masters(const plan::Segment& segment, SegmentBuffers& buffers,
-                                 const std::vector<DedicatedParamPtr>& members) {
-  const auto& first = members[static_cast<size_t>(segment.matrices.front().matrix)];
-  buffers.master = at::zeros({segment.numel}, gather_.options().dtype(first->registered().scalar_type()));
+                                 const std::vector<DedicatedParamPtr>& members, const BufferPlacement& placement) {
+  const auto dtype = members[static_cast<size_t>(segment.matrices.front().matrix)]->registered().scalar_type();
+  const bool sent = !placement.replicated && dtype == placement.compute_dtype;
+  buffers.master = sent ? make_sent(placement, buffers.place, segment.numel, dtype)
+                        : at::zeros({segment.numel}, gather_.options().dtype(dtype));
   for (const auto& packed : segment.matrices) {
     const auto& param = members[static_cast<size_t>(packed.matrix)];
     auto view = buffers.master.narrow(0, packed.offset, packed.numel).view(param->sizes());
-    view.copy_(param->registered());
+    const bool there = !param->registered().is_meta() && param->registered().data_ptr() == view.data_ptr();
+    if (!there) view.copy_(param->registered());
     at::Tensor leaf = param->registered();
     leaf.set_data(view.variable_data());
     owned_.push_back({param, view, 0});
@@ -80,7 +91,7 @@ void GroupBuffers::place_masters(const plan::Segment& segment, SegmentBuffers& b
 std::vector<OwnerSegment> GroupBuffers::broadcast_segments() const {
   std::vector<OwnerSegment> segments;
   segments.reserve(segments_.size());
-  for (const auto& segment : segments_) segments.push_back({segment.owner.shard, segment.compute});
+  for (const auto& segment : segments_) segments.push_back({segment.owner.shard, segment.compute, segment.place});
   return segments;
 }
 

@@ -18,16 +18,19 @@ struct BufferPlacement {
   plan::Slot rank;
   c10::Device device;
   at::ScalarType compute_dtype;
-  bool replicated = false;  ///< there is a replicate mesh
+  bool replicated = false;             ///< there is a replicate mesh
+  at::Tensor shared{};                 ///< memory that peers read the published copies from, 1-D bytes; or undefined
+  std::vector<std::int64_t> places{};  ///< [segments] where they lie in it, on their row owner
 };
 
 /// One owner's segment as this rank sees it.
 struct SegmentBuffers {
   plan::Slot owner;
-  bool owned = false;   ///< this rank is the owner
-  bool column = false;  ///< this rank sends it: `compute` is resident
-  at::Tensor master;    ///< [numel] master dtype; defined on the owner only
-  at::Tensor compute;   ///< [numel] compute dtype: the published copy (column) or a slice of the gather buffer
+  bool owned = false;       ///< this rank is the owner
+  bool column = false;      ///< this rank sends it: `compute` is resident
+  at::Tensor master;        ///< [numel] master dtype; defined on the owner only
+  at::Tensor compute;       ///< [numel] compute dtype: the published copy (column) or a slice of the gather buffer
+  std::int64_t place = -1;  ///< of the published copy in its row owner's shared memory
 };
 
 class GroupBuffers {
@@ -35,6 +38,7 @@ class GroupBuffers {
   /// Allocates on `device` and moves every parameter's data into place: registered masters (whose values are kept) and
   /// unsharded leaves.  `members[i]` is the parameter of plan index i, for the indices the layout names.
   /// `placement.replicated`: the published copy is never the master itself, so that it changes only when it is sent.
+  /// Buffers made again for the same group take the same places of the shared memory, values and all.
   GroupBuffers(const plan::GroupLayout& layout, const std::vector<DedicatedParamPtr>& members,
                const BufferPlacement& placement, MemoryLedger& ledger);
   ~GroupBuffers();
@@ -58,7 +62,7 @@ class GroupBuffers {
 
  private:
   void place_masters(const plan::Segment& segment, SegmentBuffers& buffers,
-                     const std::vector<DedicatedParamPtr>& members);
+                     const std::vector<DedicatedParamPtr>& members, const BufferPlacement& placement);
   void relink_masters();
 
   struct OwnedView {

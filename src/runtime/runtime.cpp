@@ -8,6 +8,7 @@
 #include "runtime/memory_ledger.h"
 #include "runtime/passes.h"
 #include "runtime/progress.h"
+#include "runtime/shared_memory.h"
 
 namespace dmuon {
 namespace {
@@ -70,6 +71,7 @@ Runtime::Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<Gro
         groups[g].name, static_cast<int>(g), plan::make_group_layout(plan_, groups[g].members), std::move(members)));
     groups_.back()->reshard_after_forward = options_.reshard_after_forward;
   }
+  share_memory();
 }
 
 Runtime::~Runtime() {
@@ -96,6 +98,36 @@ void Runtime::check_inputs(const std::vector<GroupSpec>& groups) const {
       plan_.mesh.shard, ". Use another mesh, or reproducible=False.");
 }
 
+// What is sent, and the dtypes it is sent in, follow from the plan and the options: every rank shares or none does.
+void Runtime::share_memory() {
+  if (comms_.gather->size() == 1) return;
+  const auto bytes_of = [](at::ScalarType dtype) { return static_cast<std::int64_t>(at::elementSize(dtype)); };
+  shared_places_ = std::make_unique<SharedPlaces>(shared_places(groups_, bytes_of(compute_dtype_)));
+  shared_ = comms_.gather->share(Sharing::kBroadcast, shared_places_->bytes);
+  const auto sum = reduce_dtype();
+  const auto sent = bytes_of(compute_dtype_) < bytes_of(sum) ? compute_dtype_ : sum;
+  if (!comms_.reduce->sums_shared(sent, sum) || !comms_.reduce->sums_shared(sum, sum)) return;
+  const auto bytes = outgoing_capacity(groups_, comms_.reduce->size(), bytes_of(sum));
+  reduce_path_->outgoing = comms_.reduce->share(Sharing::kReduce, bytes);
+  reduce_path_->sent = sent;
+  ledger_->add(outgoing_bytes());
+}
+
+std::int64_t Runtime::outgoing_bytes() const {
+  return reduce_path_->outgoing.defined() ? reduce_path_->outgoing.numel() : 0;
+}
+
+std::int64_t Runtime::received_bytes() const {
+  if (!reduce_path_->outgoing.defined()) return 0;
+  return static_cast<std::int64_t>(at::elementSize(reduce_path_->sent)) * (comms_.reduce->size() - 1);
+}
+
+void Runtime::check_peers() const {
+  for (const auto& communicator : {comms_.gather, comms_.reduce, comms_.replicate}) {
+    if (communicator) communicator->check();
+  }
+}
+
 void Runtime::materialize() {
   if (materialized_) return;
   for (const auto& param : params_) {
@@ -103,8 +135,11 @@ void Runtime::materialize() {
                 "' is still on the meta device on its owner (shard ", param->owner().shard,
                 "): call model.to_empty(device=...) and initialise the model before the first forward or step.");
   }
-  const BufferPlacement placement{rank_, device_, compute_dtype_, comms_.replicate != nullptr};
-  for (const auto& group : groups_) group->materialize(placement, *ledger_);
+  BufferPlacement placement{rank_, device_, compute_dtype_, comms_.replicate != nullptr, shared_};
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    if (shared_.defined()) placement.places = shared_places_->places[g];
+    groups_[g]->materialize(placement, *ledger_);
+  }
   materialized_ = true;
   for (const auto& group : groups_) publish(group->index());
   wait_publishes();
@@ -123,6 +158,7 @@ void Runtime::rebind(int matrix, at::Tensor registered) {
 
 void Runtime::begin_forward() {
   if (in_backward()) return;
+  check_peers();
   materialize();
   recover();
   if (forwards_.empty()) {
@@ -261,11 +297,12 @@ void Runtime::post_forward(int index, const std::vector<at::Tensor>& outputs) {
 // ---- controls and diagnostics -----------------------------------------------------------------------------------
 
 void Runtime::set_requires_gradient_sync(bool enabled, std::optional<int> group) {
-  if (group) {
-    sync_groups_.at(static_cast<size_t>(*group)) = enabled;
-    return;
+  if (group) static_cast<void>(sync_groups_.at(static_cast<size_t>(*group)));
+  for (const auto& each : groups_) {
+    if (group && *group != each->index()) continue;
+    sync_groups_[static_cast<size_t>(each->index())] = enabled;
+    each->kept_back = each->kept_back || !enabled;  // here, and not in a backward, which a rank may leave out
   }
-  sync_groups_.assign(groups_.size(), enabled);
 }
 
 void Runtime::set_reshard_after_forward(bool enabled, std::optional<int> group) {

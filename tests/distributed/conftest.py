@@ -56,10 +56,12 @@ _DEVICE_HELP = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-device", default="cpu", choices=["cpu", "cuda", "shared-gpu"], help=_DEVICE_HELP)
+    parser.addoption("--comm", default="auto", choices=["auto", "nccl", "peer"], help="of every dedicate_params")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    dmuon.dedicate_params.__kwdefaults__["comm"] = config.getoption("--comm")
     if RANK != 0:
         config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
         config.pluginmanager.register(FailureReporter())

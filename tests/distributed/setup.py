@@ -26,6 +26,8 @@ class Setup:
     settings: MuonSettings = field(default_factory=MuonSettings)
     make: Callable[[], nn.Module] = TinyModel
     replicate_async: bool = True
+    comm: str | None = None
+    """None: as the launch says (--comm)."""
     predicate: Callable[[str, nn.Parameter], bool] = is_matrix
     layers: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: model.layers
     """What recipe a wraps besides the root."""
@@ -44,6 +46,7 @@ class Setup:
             replicate_mesh=mesh.axes["replicate"] if hsdp else None,
             reshard_after_forward=self.z3,
             mp_policy=policy,
+            **({} if self.comm is None else {"comm": self.comm}),
         )
         kwargs = {"mesh": mesh, "reshard_after_forward": self.z3, "mp_policy": self.policy}
         if self.recipe == "free":

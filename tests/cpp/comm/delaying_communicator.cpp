@@ -40,6 +40,11 @@ Pending DelayingCommunicator::reduce(std::span<const OwnerSegment> segments) {
   return arrive_late(inner_->reduce(segments));
 }
 
+Pending DelayingCommunicator::reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent) {
+  stall();
+  return arrive_late(inner_->reduce_shared(segments, sent));
+}
+
 Pending DelayingCommunicator::gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {
   stall();
   return arrive_late(inner_->gather(segments, received));

@@ -41,7 +41,7 @@ TEST_P(ThreadCommunicatorSizes, BroadcastsEverySegmentFromItsRoot) {
       const auto segments = segments_of(rank, ranks_, dtype);
       communicator->broadcast(segments).wait();
       for (int i = 0; i < kSegments; ++i) {
-        const auto& [root, buffer] = segments[static_cast<size_t>(i)];
+        const auto& [root, buffer, place] = segments[static_cast<size_t>(i)];
         EXPECT_TRUE(buffer.eq(10 * (root + 1) + i).all().item<bool>()) << dtype << ", segment " << i;
       }
     }
@@ -62,7 +62,7 @@ TEST_P(ThreadCommunicatorSizes, ScattersThePartsOfEveryRoot) {
     communicator->scatter(segments, parts).wait();
     std::int64_t foreign = 0;
     for (int i = 0; i < kSegments; ++i) {
-      const auto& [root, buffer] = segments[static_cast<size_t>(i)];
+      const auto& [root, buffer, place] = segments[static_cast<size_t>(i)];
       EXPECT_TRUE(buffer.eq(100 * root + 10 * i + rank).all().item<bool>()) << "segment " << i;
       if (root != rank) foreign += static_cast<std::int64_t>(buffer.nbytes());
     }
@@ -77,7 +77,7 @@ TEST_P(ThreadCommunicatorSizes, SumsEverySegmentOntoItsRoot) {
       const auto segments = segments_of(rank, ranks_, dtype);
       communicator->reduce(segments).wait();
       for (int i = 0; i < kSegments; ++i) {
-        const auto& [root, buffer] = segments[static_cast<size_t>(i)];
+        const auto& [root, buffer, place] = segments[static_cast<size_t>(i)];
         const int sum = 10 * ranks_ * (ranks_ + 1) / 2 + i * ranks_;
         EXPECT_TRUE(root != rank || buffer.eq(sum).all().item<bool>()) << dtype << ", segment " << i;
       }

@@ -12,6 +12,8 @@ plan::MemoryEstimate predict(const Runtime& runtime, const TrainSetup& setup) {
   options.compute_bytes = setup.param_dtype ? 2 : 4;
   options.published_copy = setup.param_dtype.has_value();
   options.reshard_after_forward = setup.reshard_after_forward;
+  options.outgoing = runtime.outgoing_bytes();
+  options.received_bytes = runtime.received_bytes();
   std::vector<plan::GroupLayout> layouts;
   for (const auto& group : runtime.groups()) layouts.push_back(group->layout());
   return plan::predict_memory(layouts, runtime.rank(), options);
@@ -27,15 +29,17 @@ std::int64_t gather_bytes(const Runtime& runtime, const TrainSetup& setup) {
   return elements * (setup.param_dtype ? 2 : 4);
 }
 
-class Memory : public ::testing::TestWithParam<std::tuple<int, bool, bool>> {
+// ranks, Z3, bf16, shared memory
+class Memory : public ::testing::TestWithParam<std::tuple<int, bool, bool, bool>> {
  protected:
   static TrainSetup make_setup() {
-    const auto [ranks, reshard, mixed] = GetParam();
+    const auto [ranks, reshard, mixed, shares] = GetParam();
     TrainSetup setup;
     setup.shape.blocks = 5;
     setup.ranks = ranks;
     setup.reshard_after_forward = reshard;
     if (mixed) setup.param_dtype = at::kBFloat16;
+    setup.shares = shares;
     return setup;
   }
 };
@@ -72,7 +76,8 @@ TEST_P(Memory, IsFreedWhenItIsNotNeeded) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Memory,
-                         ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Bool(), ::testing::Bool()));
+                         ::testing::Combine(::testing::Values(1, 2, 4), ::testing::Bool(), ::testing::Bool(),
+                                            ::testing::Bool()));
 
 }  // namespace
 }  // namespace dmuon

@@ -174,9 +174,10 @@ TEST_P(Passes, TrainAsOneProcessWould) {
   for (const int ranks : {1, 3}) {
     for (const bool reshard : {true, false}) {
       for (const bool nested : {false, true}) {
-        SCOPED_TRACE(c10::str(ranks, " ranks, ", reshard ? "Z3" : "Z2", nested ? ", nested" : ""));
+        SCOPED_TRACE(c10::str(ranks, " ranks, ", reshard ? "Z3" : "Z2", nested ? ", nested, shared memory" : ""));
         TrainSetup setup;
         setup.ranks = ranks;
+        setup.shares = nested;
         setup.reshard_after_forward = reshard;
         setup.shape.blocks = 4;
         setup.shape.nested = nested;

@@ -23,8 +23,8 @@ void run_micro_batch(Trainer& trainer, const MicroBatch& micro, int index) {
 std::string describe(const TrainSetup& setup) {
   const auto& shape = setup.shape;
   return c10::str(setup.ranks, " ranks, ", setup.replicas, " replicas ", setup.publish_async ? "async, " : "sync, ",
-                  setup.reshard_after_forward ? "Z3, " : "Z2, ", shape.blocks, " blocks",
-                  shape.nested ? ", nested" : "", setup.param_dtype ? ", bf16" : "",
+                  setup.reshard_after_forward ? "Z3, " : "Z2, ", setup.shares ? "shared memory, " : "", shape.blocks,
+                  " blocks", shape.nested ? ", nested" : "", setup.param_dtype ? ", bf16" : "",
                   shape.trains_embedding ? "" : ", frozen embedding", ", frozen {", c10::Join(" ", shape.frozen),
                   "}\n");
 }
@@ -42,6 +42,7 @@ std::string describe(const MicroBatch& micro) {
 
 RandomCase::RandomCase(unsigned seed) : random_(seed) {
   setup.seed = seed;
+  setup.shares = seed % 2 == 1;
   setup.replicas = one_in(2) ? pick(2, 3) : 1;
   setup.ranks = setup.replicas * (setup.replicas == 1 ? pick(1, 4) : pick(1, 5 - setup.replicas));
   setup.publish_async = one_in(2);

@@ -45,7 +45,7 @@ Recorder record(const TrainSetup& setup, const Worlds& worlds, int axis, int ran
   const int shard = rank % setup.shards();
   const int replica = rank / setup.shards();
   const auto& world = worlds[static_cast<size_t>(axis == 2 ? shard : replica)];
-  auto communicator = make_thread_communicator(world, axis == 2 ? replica : shard);
+  auto communicator = make_thread_communicator(world, axis == 2 ? replica : shard, setup.shares && axis != 2);
   if (setup.decorate) communicator = setup.decorate(std::move(communicator), 3 * rank + axis);
   if (setup.reproducible) communicator = std::make_shared<ReproducibleCommunicator>(std::move(communicator));
   return std::make_shared<RecordingCommunicator>(std::move(communicator));
