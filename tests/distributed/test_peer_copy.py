@@ -37,6 +37,10 @@ def build(mesh, comm: str, z3: bool = True, policy: MixedPrecisionPolicy | None 
     torch.manual_seed(0)
     model = TinyModel(dim=64, hidden=96, layers=4).to(mesh.device_type)
     dmuon.dedicate_params(model, mesh, is_matrix, comm=comm, reshard_after_forward=z3, mp_policy=policy, **options)
+    if policy is not None and policy.param_dtype is not None:  # there is no FSDP2 here that would cast the rest
+        for parameter in model.parameters():
+            if not hasattr(parameter, "_dedicated_owner_rank"):
+                parameter.data = parameter.data.to(policy.param_dtype)
     return model
 
 
