@@ -170,8 +170,10 @@ TEST(AssignOwners, SmallElementwiseParametersJoinTheMatricesOfTheirLayer) {
 
 TEST(AssignOwners, BalancesMatricesAgainstLargeElementwiseParameters) {
   const CostModel cost;
-  std::vector<Matrix> matrices = {{.name = "embedding", .rows = 32000, .cols = 4096, .kind = Kind::kElementwise}};
-  for (int i = 0; i < 8; ++i) matrices.push_back({.name = "w" + std::to_string(i), .rows = 4096, .cols = 4096});
+  std::vector<Matrix> matrices = {
+      {.name = "embedding", .rows = 32000, .cols = 4096, .layer = "", .kind = Kind::kElementwise}};
+  for (int i = 0; i < 8; ++i)
+    matrices.push_back({.name = "w" + std::to_string(i), .rows = 4096, .cols = 4096, .layer = ""});
   const Plan plan = compute_balanced_assignment(matrices, {2, 1});
   EXPECT_LT(cost.seconds(matrices[0]), cost.seconds(4096, 32000) / 10);
   EXPECT_LE(plan.imbalance(), 1.2);

@@ -45,9 +45,9 @@ TEST(CostModel, AddsElementwiseAndConstantTime) {
 TEST(CostModel, CountsBytesOfAdamwAlone) {
   CostModel cost;
   cost.bytes_per_second = 100.0;
-  const Matrix norm{.name = "norm", .rows = 10, .cols = 20, .kind = Kind::kElementwise};
+  const Matrix norm{.name = "norm", .rows = 10, .cols = 20, .layer = "", .kind = Kind::kElementwise};
   EXPECT_DOUBLE_EQ(cost.seconds(norm), 200 * 28.0 / 100.0);
-  EXPECT_DOUBLE_EQ(cost.seconds({.name = "w", .rows = 10, .cols = 20}), cost.seconds(10, 20));
+  EXPECT_DOUBLE_EQ(cost.seconds({.name = "w", .rows = 10, .cols = 20, .layer = ""}), cost.seconds(10, 20));
 }
 
 }  // namespace
