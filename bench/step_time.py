@@ -6,12 +6,12 @@
     torchrun --standalone --nproc-per-node 2 bench/step_time.py --device cpu --preset tiny --tokens 16x2
 
 A contender is named OPTIMIZER_MODE[_OPTION...]: adamw or muon; z2 or z3; `root` for fully_shard on the root only
-instead of on every layer and the root (recipe b instead of a); `reproducible`; `nccl` or `peer` for who moves dmuon's
-bytes (else: whatever works best here).  Every contender is built once, warmed
-up, and then timed in turn, a few steps at a time, so that a drifting machine hurts all alike.  Phases are timed on the
-GPU by events and on the host by its clock; communication that a phase leaves running counts for the phase that waits
-for it.  --profile adds where the time of one step goes.  On the CPU (gloo) phases are wall time; such a run only shows
-that the program works.
+instead of on every layer and the root (recipe b instead of a); `elementwise` for no fully_shard, with all parameters
+dedicated (recipe c, muon only); `reproducible`; `nccl` or `peer` for who moves dmuon's bytes (else: whatever works best
+here).  Every contender is built once, warmed up, and then timed in turn, a few steps at a time, so that a drifting
+machine hurts all alike.  Phases are timed on the GPU by events and on the host by its clock; communication that a phase
+leaves running counts for the phase that waits for it.  --profile adds where the time of one step goes.  On the CPU
+(gloo) phases are wall time; such a run only shows that the program works.
 """
 
 import argparse
@@ -45,10 +45,14 @@ PRESETS = {
     "1b": LlamaConfig(dim=2048, hidden=5632, layers=16, heads=16),
     "3b": LlamaConfig(dim=3072, hidden=8192, layers=24, heads=24),
 }
-CONTENDERS = ["adamw_z3", "muon_z3", "muon_z3_root", "adamw_z2", "muon_z2", "muon_z2_root"]
+CONTENDERS = [
+    "adamw_z3", "muon_z3", "muon_z3_root", "muon_z3_elementwise",
+    "adamw_z2", "muon_z2", "muon_z2_root", "muon_z2_elementwise",
+]  # fmt: skip
 RECIPES: dict[str, Callable[[Llama], list[nn.Module]]] = {
     "layers": lambda model: [*model.layers, model],
     "root": lambda model: [model],
+    "elementwise": lambda model: [],
 }
 """By the option that names it: the modules that get fully_shard, in this order."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -157,6 +161,7 @@ def construct(name: str, mesh: DeviceMesh, config: LlamaConfig) -> Contender:
             lambda n, p: p.ndim == 2 and "layers" in n,
             reshard_after_forward=z3,
             mp_policy=POLICY,
+            elementwise=(lambda n, p: True) if recipe == "elementwise" else None,
             **keywords,
         )
     for module in RECIPES[recipe](model):
@@ -335,7 +340,7 @@ def draw(setup: dict[str, Any], shapes: dict[str, dict[str, Any]], path: Path) -
 def contender_name(text: str) -> str:
     kind, _, rest = text.partition("_")
     mode, *options = rest.split("_")
-    known = {*RECIPES, *OPTIONS} if kind == "muon" else set(RECIPES)
+    known = {*RECIPES, *OPTIONS} if kind == "muon" else {"layers", "root"}
     if kind not in ("adamw", "muon") or mode not in ("z2", "z3") or not known.issuperset(options):
         raise argparse.ArgumentTypeError(f"expected adamw or muon, z2 or z3, and options of {sorted(known)}: {text}")
     return text

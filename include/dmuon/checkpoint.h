@@ -45,7 +45,8 @@ struct CheckpointAxes {
   [[nodiscard]] std::vector<Communicator*> all() const;
 };
 
-/// One matrix, [rows, cols], in `options`' dtype and on its device.
+/// One matrix, [rows, cols], in `options`' dtype and on its device; of an elementwise parameter the first dimension and
+/// the product of the others.
 struct MatrixPlace {
   std::string name;
   std::int64_t rows = 0;

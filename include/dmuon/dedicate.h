@@ -18,6 +18,8 @@ namespace dmuon {
 struct HookModule {
   std::string name;  ///< qualified; "outer" encloses "outer.inner", and "" encloses all
   std::vector<std::pair<std::string, at::Tensor>> matrices;  ///< qualified name and weight: floating 2-D leaf
+  /// Likewise, of any shape with at least one dimension: owned whole like a matrix, for an optimizer like AdamW.
+  std::vector<std::pair<std::string, at::Tensor>> elementwise{};
 };
 
 struct DedicateOptions {

@@ -1,4 +1,5 @@
-// One matrix on this rank: who owns it, the parameter that is registered outside compute, and the one used in compute.
+// One matrix, or one elementwise parameter, on this rank: who owns it, the parameter that is registered outside
+// compute, and the one used in compute.
 #pragma once
 
 #include <ATen/core/Tensor.h>

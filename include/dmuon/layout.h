@@ -19,14 +19,16 @@ struct PackedMatrix {
   int matrix = 0;           ///< index into Plan::matrices
   std::int64_t offset = 0;  ///< elements from the start of the segment
   std::int64_t numel = 0;
+  Kind kind = Kind::kMatrix;
 };
 
 /// A contiguous run of one owner's matrices inside a group.
 struct Segment {
   Slot owner;
   std::vector<PackedMatrix> matrices;
-  std::int64_t numel = 0;    ///< elements including alignment
-  std::int64_t payload = 0;  ///< elements without alignment
+  std::int64_t numel = 0;        ///< elements including alignment
+  std::int64_t payload = 0;      ///< elements without alignment
+  std::int64_t elementwise = 0;  ///< of the payload, elements of elementwise parameters
 };
 
 /// Segments of one group, ordered by owner (shard, then replicate: a column is contiguous): the same on every rank.

@@ -1,7 +1,8 @@
 // How many bytes dmuon itself holds on one rank: predicted from the plan alone, before anything is allocated.
 //
-// Counts masters, momentum, published copies, gather buffers, gradients of a group while they are being reduced, and
-// reduced gradients.  Activations, FSDP2's parameters and Newton-Schulz workspace are not dmuon's and not counted.
+// Counts masters, momentum (of elementwise parameters both of AdamW's moments), published copies, gather buffers,
+// gradients of a group while they are being reduced, and reduced gradients.  Activations, FSDP2's parameters and
+// Newton-Schulz workspace are not dmuon's and not counted.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@ struct MemoryOptions {
 
 struct MemoryEstimate {
   std::int64_t masters = 0;
-  std::int64_t momentum = 0;
+  std::int64_t momentum = 0;  ///< and AdamW's moments
   std::int64_t published = 0;
   std::int64_t outgoing = 0;       ///< memory that peers read gradients from
   std::int64_t gradients = 0;      ///< reduced gradients the rank holds when backward has ended

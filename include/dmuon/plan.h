@@ -15,12 +15,17 @@ namespace dmuon::plan {
 /// Matrices of one layer with fewer elements than this share one owner (PlanOptions::small_matrix_threshold).
 inline constexpr std::int64_t kSmallParamThreshold = 5'000'000;
 
-/// One parameter selected for dedicated ownership, logically `rows x cols`.
+/// What an owner does with a parameter: Muon on a whole matrix, or AdamW, element by element, on one of any shape.
+enum class Kind { kMatrix, kElementwise };
+
+/// One parameter selected for dedicated ownership, logically `rows x cols`: of an elementwise one the first dimension
+/// and the product of the others.
 struct Matrix {
   std::string name;  ///< fully qualified name, unique in a plan
   std::int64_t rows = 0;
   std::int64_t cols = 0;
   std::string layer;  ///< matrices with equal keys belong to one layer; "" means a layer of its own
+  Kind kind = Kind::kMatrix;
 
   [[nodiscard]] std::int64_t numel() const { return rows * cols; }
 };
@@ -47,18 +52,21 @@ enum class OwnerStrategy { kLpt, kRoundRobin, kRank0 };
 [[nodiscard]] OwnerStrategy parse_owner_strategy(const std::string& name);
 
 /// Predicted optimizer time of one matrix: Newton-Schulz FLOPs of the algorithm that runs for this shape, the
-/// elementwise passes over it, and a constant per matrix.  The defaults describe one H200 with 16-bit matrix products.
+/// elementwise passes over it, and a constant per matrix; of an elementwise parameter the bytes that AdamW moves.  The
+/// defaults describe one H200 with 16-bit matrix products.
 struct CostModel {
   double flops_per_second = 600e12;
   double bytes_per_second = 4.0e12;
   double seconds_per_matrix = 20e-6;
   double elementwise_bytes = 60.0;  ///< bytes moved per element by momentum, normalisation, casts and the update
+  double adamw_bytes = 28.0;        ///< likewise by AdamW, fused: reads four fp32 values and writes three
   int ns_steps = 5;
 
   /// FLOPs of the Newton-Schulz iteration chosen for this shape (standard below aspect 1.3, else Gram with one
   /// restart).
   [[nodiscard]] double flops(std::int64_t rows, std::int64_t cols) const;
   [[nodiscard]] double seconds(std::int64_t rows, std::int64_t cols) const;
+  [[nodiscard]] double seconds(const Matrix& matrix) const;
 };
 
 struct PlanOptions {
@@ -66,15 +74,21 @@ struct PlanOptions {
   std::int64_t small_matrix_threshold = kSmallParamThreshold;  ///< elements; 0 turns merging off
   CostModel cost{};
   double target_imbalance = 1.02;                    ///< local search stops at this max/mean
-  std::int64_t state_bytes_per_element = 8;          ///< fp32 master + fp32 momentum
+  std::int64_t state_bytes_per_element = 8;          ///< of a matrix: fp32 master + fp32 momentum
+  std::int64_t elementwise_state_bytes = 12;         ///< per element of an elementwise parameter: AdamW has two moments
   std::optional<std::int64_t> max_bytes_per_slot{};  ///< cap on owned state; unset means no cap
+
+  /// Master and optimizer state.
+  [[nodiscard]] std::int64_t state_bytes(const Matrix& matrix) const {
+    return matrix.numel() * (matrix.kind == Kind::kMatrix ? state_bytes_per_element : elementwise_state_bytes);
+  }
 };
 
 struct SlotLoad {
   double cost_seconds = 0.0;
   std::int64_t elements = 0;
-  std::int64_t bytes = 0;  ///< elements * state_bytes_per_element
-  int matrices = 0;
+  std::int64_t bytes = 0;  ///< of masters and optimizer state
+  int matrices = 0;        ///< and elementwise parameters
 };
 
 /// The result: immutable after construction, indexed like the input matrices.
@@ -90,7 +104,7 @@ struct Plan {
   [[nodiscard]] int slot_index(Slot slot) const { return slot.replicate * mesh.shard + slot.shard; }
   /// Largest slot cost divided by the mean slot cost; 1.0 for an empty plan.
   [[nodiscard]] double imbalance() const;
-  /// 64-bit FNV-1a over mesh, names, shapes and owners: equal on all ranks or something is wrong.
+  /// 64-bit FNV-1a over mesh, names, shapes, kinds and owners: equal on all ranks or something is wrong.
   [[nodiscard]] std::uint64_t fingerprint() const;
   /// Fixed-width text table: per slot its matrices, bytes and predicted cost, then max/mean and the bound.
   [[nodiscard]] std::string table() const;
@@ -106,7 +120,8 @@ struct Plan {
 [[nodiscard]] Plan compute_balanced_assignment(std::vector<Matrix> matrices, MeshShape mesh,
                                                const PlanOptions& options = {});
 
-/// Text both ranks can compare line by line: the first differing line names the parameter.  One line per matrix.
+/// Text both ranks can compare line by line: the first differing line names the parameter.  One line per matrix, with
+/// the kind where it is elementwise.
 [[nodiscard]] std::string describe_inputs(const std::vector<Matrix>& matrices);
 
 /// Given every rank's `describe_inputs`, a message naming the first difference, or "" if all are equal.

@@ -37,7 +37,7 @@ class Assignment(Mapping[nn.Parameter, Owner]):
         return {param.name: param.owner_rank for param in self._params}
 
     def loads(self) -> list[tuple[float, int, int]]:
-        """Per slot: predicted optimizer seconds on the reference GPU, bytes of master and momentum, matrices."""
+        """Per slot: predicted optimizer seconds on the reference GPU, bytes of masters and state, parameters."""
         return self._plan.loads()
 
     @property
@@ -52,7 +52,7 @@ class Assignment(Mapping[nn.Parameter, Owner]):
 
 
 def compute_balanced_assignment(
-    matrices: Iterable[tuple[str, int, int, str]],
+    matrices: Iterable[tuple[str, int, int, str] | tuple[str, int, int, str, bool]],
     shard: int,
     replicate: int = 1,
     *,
@@ -61,9 +61,11 @@ def compute_balanced_assignment(
 ) -> torch.ScriptObject:
     """The plan `dedicate_params` would use, without a model, a mesh or a process group.
 
-    matrices: (name, rows, cols, layer key) each; equal keys are one layer.  shard, replicate: sizes of the mesh axes.
+    matrices: (name, rows, cols, layer key) each; equal keys are one layer.  A fifth True marks an elementwise
+        parameter, which costs what AdamW costs.  shard, replicate: sizes of the mesh axes.
     Returns a plan with `owners()`, `costs()`, `loads()`, `imbalance()`, `lower_bound()`, `balance_note()`,
     `fingerprint()` and `table()`.  Raises ValueError for bad input.
     """
     threshold = torch.ops.dmuon.small_param_threshold() if small_param_threshold is None else small_param_threshold
-    return torch.classes.dmuon.Plan(list(matrices), shard, replicate, owner_strategy, threshold)
+    rows = [(name, [rows, cols], layer, any(mark)) for name, rows, cols, layer, *mark in matrices]
+    return torch.classes.dmuon.Plan(rows, shard, replicate, owner_strategy, threshold)

@@ -1,4 +1,4 @@
-"""State dicts of a dedicated model: its matrices appear as row-sharded DTensors, as FSDP2's parameters do."""
+"""State dicts of a dedicated model: what it owns whole appears as row-sharded DTensors, as FSDP2's parameters do."""
 
 import contextlib
 import weakref
@@ -33,7 +33,7 @@ def mode(name: str) -> Iterator[None]:
 
 
 class Rows:
-    """The matrices of one dedication on their way into and out of state dicts.  All methods are collective."""
+    """The parameters of one dedication on their way into and out of state dicts.  All methods are collective."""
 
     def __init__(self, dedication: Dedication, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
         gather, _, replicate = dedication.comms
@@ -51,8 +51,10 @@ class Rows:
             local = self.native.empty_rows(index, torch.device("meta"))
         else:
             local = self.native.scatter(index, owned.detach() if param.is_owner else None)
-        shape = param.parameter.shape
-        rows = DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=(shape[1], 1))
+        whole = torch.empty(param.parameter.shape, device="meta")
+        rows = DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
         if MODE.get() == "empty":
             return torch.empty_like(rows, device="cpu")
         rows = rows.cpu() if MODE.get() == "host" else rows

@@ -1,4 +1,4 @@
-"""dedicate_params: gives every selected matrix to one owner rank."""
+"""dedicate_params: gives every selected parameter to one owner rank."""
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     hook_boundary_strict: bool = True,
     owner_strategy: str = "lpt",
     reproducible: bool = False,
+    elementwise: Predicate | None = None,
     comm: str = "auto",
 ) -> Assignment:
     """Dedicates the parameters for which `predicate(name, parameter)` is true.  Collective over `mesh`.
@@ -56,6 +57,9 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     hook_boundary_predicate: picks, for each parameter, the lowest module around it (itself included) that triggers
         communication; if none is found, an error, or with hook_boundary_strict=False the module itself.  Default:
         `layers.N` and `blocks.N`, then entries of module lists, then the module itself.
+    elementwise: of the parameters that `predicate` leaves, those for which it is true are dedicated too: of any shape,
+        owned whole by one rank, stepped there by AdamW.  `lambda name, p: True` takes all that are left: then
+        fully_shard is not needed.
     owner_strategy: "lpt" (balanced by predicted optimizer time), "round_robin" or "rank0".
     reproducible: gradients of dedicated matrices are summed in a fixed binary tree over micro-batches and global ranks,
         so that 1x4, 2x2 and 4x1 meshes, and one rank with four micro-batches, give the same bits.  Owners receive every
@@ -68,7 +72,8 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
 
     Returns the read-only assignment of parameters to owners.
     Raises ValueError on every rank, with the parameter's name, before anything is changed: no match, a match that is
-    not 2-D or not floating, a parameter dedicated or sharded already, a boundary not found, ranks that disagree.
+    not 2-D (elementwise: 0-D) or not floating, a parameter dedicated or sharded already, tied parameters of which only
+    some are matrices, a boundary not found, ranks that disagree.
     """
     _check_meshes(mesh, replicate_mesh, comm)
     policy = _policy(mp_policy, compute_dtype)
@@ -76,10 +81,10 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     gather = _communicator(mesh, "gather", device, comm=comm)
     replicate = None if replicate_mesh is None else _communicator(replicate_mesh, "replicate", device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
-    matrices, groups = _agree(gather, replicate, (model, predicate, boundary))
+    matrices, groups = _agree(gather, replicate, (model, predicate, elementwise, boundary))
     shape = (mesh.size(), 1 if replicate is None else replicate.size())
     plan = compute_balanced_assignment(
-        [(m.name, *m.parameter.shape, m.layer) for m in matrices], *shape, owner_strategy=owner_strategy
+        [matrix.plan_input for matrix in matrices], *shape, owner_strategy=owner_strategy
     )
 
     _take_first_ranks_values([gather, replicate], model, device)
@@ -93,7 +98,10 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     runtime = torch.classes.dmuon.Runtime(plan, registered, unsharded, groups, comms, device, options)
 
     one_dimensional = replicate_mesh is None
-    params = [DedicatedParam(h, p, one_dimensional) for h, p in zip(runtime.params(), registered, strict=True)]
+    params = [
+        DedicatedParam(handle, parameter, one_dimensional, matrix.elementwise)
+        for handle, parameter, matrix in zip(runtime.params(), registered, matrices, strict=True)
+    ]
     by_index = [[params[i] for i in members] for _, members in groups]
     handles = [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
     dedication = Dedication(runtime, plan, comms, _process_groups(mesh, replicate_mesh), params, handles, unsharded)
@@ -187,7 +195,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _agree(
     gather: torch.ScriptObject,
     replicate: torch.ScriptObject | None,
-    selection: tuple[nn.Module, Predicate, Boundary],
+    selection: tuple[nn.Module, Predicate, Predicate | None, Boundary],
 ) -> tuple[list[Matrix], list[tuple[str, list[int]]]]:
     """Selects on this rank; then all ranks succeed, or all raise the same error."""
     matrices: list[Matrix] = []
@@ -195,7 +203,7 @@ def _agree(
     cause: Exception | None = None
     try:
         matrices = select(*selection)
-        groups = group_by_boundary(matrices, selection[2].modules)
+        groups = group_by_boundary(matrices, selection[-1].modules)
     except Exception as error:
         cause = error
     message = "" if cause is None else str(cause) if isinstance(cause, ValueError) else repr(cause)
@@ -243,7 +251,7 @@ def _install(
     """Registers parameters and hooks; from here on the model is dedicated."""
     by_module: dict[nn.Module, list] = {}
     for index, matrix in enumerate(matrices):
-        mark_dedicated(dedication.params[index].parameter, dedication.params[index].owner_rank)
+        mark_dedicated(dedication.params[index])
         for site in matrix.sites:
             site.index = index
             site.module._parameters[site.attribute] = dedication.params[index].parameter

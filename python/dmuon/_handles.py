@@ -1,4 +1,4 @@
-"""What users and the package hold of the C++ runtime: a matrix, a group, and a model's dedication."""
+"""What users and the package hold of the C++ runtime: a parameter, a group, and a model's dedication."""
 
 import math
 import weakref
@@ -15,10 +15,14 @@ _ATTRIBUTE = "_dmuon"
 
 
 class DedicatedParam:
-    """One dedicated matrix as this rank sees it."""
+    """One dedicated matrix, or elementwise parameter, as this rank sees it."""
 
-    def __init__(self, handle: torch.ScriptObject, parameter: nn.Parameter, one_dimensional: bool) -> None:
+    def __init__(
+        self, handle: torch.ScriptObject, parameter: nn.Parameter, one_dimensional: bool, elementwise: bool = False
+    ) -> None:
         self._handle = handle
+        self.elementwise = elementwise
+        """Whether AdamW steps it, not Muon."""
         self.parameter = parameter
         """The registered parameter: the fp32 master on the owner, a meta tensor of the same shape elsewhere."""
         self.name: str = handle.name()
@@ -44,7 +48,7 @@ class DedicatedParam:
 
 
 class DedicatedParamGroup:
-    """The matrices whose communication one hook module triggers."""
+    """The matrices and elementwise parameters whose communication one hook module triggers."""
 
     def __init__(self, handle: torch.ScriptObject, params: list[DedicatedParam]) -> None:
         self._handle = handle
@@ -57,7 +61,7 @@ class DedicatedParamGroup:
         return self._handle.state()
 
     def __repr__(self) -> str:
-        return f"DedicatedParamGroup({self.name!r}, {len(self.params)} matrices, {self.state})"
+        return f"DedicatedParamGroup({self.name!r}, {len(self.params)} parameters, {self.state})"
 
 
 class Site:
@@ -130,22 +134,28 @@ class Dedication:
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """`parameter` takes the place of the registered one (a module's `_apply` made a new object)."""
         param = self.params[index]
-        mark_dedicated(parameter, param.owner_rank)
         param.parameter = parameter
+        mark_dedicated(param)
         self.runtime.rebind(index, parameter)
         for site in self.sites:
             if site.index == index:
                 site.module._parameters[site.attribute] = parameter
 
 
-def mark_dedicated(parameter: nn.Parameter, owner_rank: int | tuple[int, int]) -> None:
+def mark_dedicated(param: DedicatedParam) -> None:
     """The mark by which the FSDP2 patch, and anybody else, knows a dedicated parameter."""
-    parameter._dedicated_owner_rank = owner_rank  # type: ignore[attr-defined]
+    param.parameter._dedicated_owner_rank = param.owner_rank  # type: ignore[attr-defined]
+    param.parameter._dedicated_elementwise = param.elementwise  # type: ignore[attr-defined]
 
 
 def is_dedicated(tensor: torch.Tensor) -> bool:
     """Whether it is a dedicated parameter of any model."""
     return hasattr(tensor, "_dedicated_owner_rank")
+
+
+def is_elementwise(tensor: torch.Tensor) -> bool:
+    """Whether it is a dedicated parameter that AdamW steps."""
+    return getattr(tensor, "_dedicated_elementwise", False)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -197,5 +207,5 @@ def the_dedication(model: nn.Module, caller: str) -> Dedication:
 
 
 def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
-    """All dedicated matrices of the model, in module order; the same list on every rank."""
+    """All dedicated matrices and elementwise parameters of the model, in module order; the same list on every rank."""
     return [param for dedication in find_dedications(model) for param in dedication.params]

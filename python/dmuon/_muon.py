@@ -1,4 +1,4 @@
-"""Muon: a torch optimizer over dedicated matrices, with torch's AdamW for everything else."""
+"""Muon: a torch optimizer over dedicated matrices, with torch's AdamW for everything else, dedicated or not."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -8,8 +8,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ._handles import Dedication, all_dedications, is_dedicated, is_sharded
-from ._optimizer_state import MOMENTUM, fill, find_rows, fresh_adamw, pack, put, unpack
+from ._handles import Dedication, all_dedications, is_dedicated, is_elementwise, is_sharded
+from ._optimizer_state import MOMENTUM, fill, find_rows, fresh_adamw, pack, params_of, take, unpack
 
 _GROUP_KEYS = (
     "params", "name", "lr", "weight_decay", "momentum", "nesterov", "muon_lr", "muon_weight_decay",
@@ -28,9 +28,9 @@ class Muon(torch.optim.Optimizer):
         weight *= 1 - lr * weight_decay;   weight -= lr * scale(rows, cols) * u
 
     model: one on which `dedicate_params` was called, once or more (also on submodules).  Its dedicated matrices form
-        the `use_muon` groups; every other parameter (FSDP2's DTensors) goes to AdamW groups, stepped by
-        torch.optim.AdamW.  Learning-rate schedulers act on all groups.  A matrix that no rank used in a step keeps its
-        weight and momentum.
+        the `use_muon` groups; every other parameter (elementwise ones, FSDP2's DTensors) goes to AdamW groups, stepped
+        by torch.optim.AdamW; elementwise ones on their owners.  Learning-rate schedulers act on all groups.  A
+        dedicated parameter that no rank used in a step keeps its weight and state.
     ns_backend: "gram", "gram_accurate" or "standard".  ns_coefficients: "polar_express", "you" or "keller_jordan".
     adjust_lr_fn: "match_rms_adamw" (scale 0.2 sqrt(max(rows, cols))) or "original" (sqrt(max(1, rows / cols))).
     replicate_async: for HSDP: a group's new weights travel to its replicas from the moment they are computed until the
@@ -40,7 +40,8 @@ class Muon(torch.optim.Optimizer):
         comes from the constructor.  Each becomes a Muon group and AdamW groups.  Every trainable parameter must be
         named once.
 
-    Momentum is fp32, in `state[p]["momentum_buffer"]` on the owner, and a meta tensor elsewhere.  `state_dict` and
+    Momentum is fp32, in `state[p]["momentum_buffer"]` on the owner, and a meta tensor elsewhere; likewise AdamW's
+    "exp_avg" and "exp_avg_sq" of elementwise parameters, whose "step" counts on the owner alone.  `state_dict` and
     `load_state_dict` are collective; torch.distributed.checkpoint's functions call them.
     Raises ValueError, naming the parameter, for a model that is not dedicated, a hyperparameter out of range, an
     unknown key, a parameter that is foreign, named twice or left out, and for a trainable parameter that neither dmuon
@@ -140,9 +141,11 @@ class Muon(torch.optim.Optimizer):
         self._report_nonfinite()
         self._check_before_step()
         for dedication in self.dedications:
-            self._step_matrices(dedication)
-        if self._prepare_adamw():
+            dedication.runtime.wait_publishes()
+        if self._prepare_adamw():  # before anything is published: a group may have parameters of both kinds
             self._adamw.step()
+        for dedication in self.dedications:
+            self._step_matrices(dedication)
         return loss
 
     def _check_before_step(self) -> None:
@@ -151,11 +154,11 @@ class Muon(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"[dmuon.Muon] parameter {self._names[p]!r} was frozen when the optimizer was built and is trained "
                     "now, but neither dedicated nor sharded by fully_shard: its gradient differs between ranks. Build "
-                    "the optimizer with it unfrozen, and fully_shard a module around it."
+                    "the optimizer with it unfrozen, and dedicate it or fully_shard a module around it."
                 )
         backwards = self._count_backwards()
-        matrices = (p for group in self.param_groups if group["use_muon"] for p in group["params"])
-        if backwards == self._backwards and all(p.grad is None for p in matrices):
+        dedicated = (p for group in self.param_groups for p in group["params"] if is_dedicated(p))
+        if backwards == self._backwards and all(p.grad is None for p in dedicated):
             warnings.warn(
                 "[dmuon.Muon] step() without a backward since the last one: no matrix has a gradient",
                 RuntimeWarning,
@@ -166,28 +169,35 @@ class Muon(torch.optim.Optimizer):
     def _count_backwards(self) -> int:
         return sum(dedication.runtime.backward_count() for dedication in self.dedications)
 
+    def _make_adamw(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        """Fused if everything is on GPUs, placeholders aside."""
+        devices = {p.device.type for group in groups for p in group["params"] if not p.is_meta}
+        fused = devices | {self.dedications[0].unsharded[0].device.type} == {"cuda"}
+        return torch.optim.AdamW(groups, fused=fused or None, foreach=None if fused else True)
+
     def _prepare_adamw(self) -> bool:
         """torch's AdamW over the groups that are not Muon's, as they are now; False if there are none."""
         groups = [group for group in self.param_groups if not group["use_muon"]]
         if not groups:
             return False
         if self._adamw is None:
-            fused = all(p.device.type == "cuda" for group in groups for p in group["params"])
-            self._adamw = torch.optim.AdamW(groups, fused=fused or None, foreach=None if fused else True)
+            self._adamw = self._make_adamw(groups)
         for group in groups:  # added since, or loaded
             for key, value in self._adamw.defaults.items():
                 group.setdefault(key, value)
         self._adamw.param_groups = groups
         self._adamw.state = self._state
+        for p in filter(is_elementwise, params_of(groups)):
+            if p.requires_grad and not self._state[p]:  # on every rank at the same step: all have the same keys
+                self._state[p] = fresh_adamw(p, self._adamw.defaults["fused"])
         return True
 
     def _step_matrices(self, dedication: Dedication) -> None:
         runtime = dedication.runtime
-        runtime.wait_publishes()
         hyper = {p: group for group in self.param_groups if group["use_muon"] for p in group["params"]}
         for p in hyper:
             if p.requires_grad:
-                self._momentum_of(p)  # on every rank at the same step, so that all have the same keys
+                self._momentum_of(p)  # as AdamW's state of elementwise parameters
         for indices, parameters in _batches(dedication):
             self._step_batch([p for p in parameters if p in hyper and p.grad is not None], hyper)
             for index in indices:
@@ -228,12 +238,13 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; collective.  Momentum is a DTensor with Shard(0), whoever owns the matrix."""
+        """As in torch; collective.  State of dedicated parameters is a DTensor with Shard(0), whoever owns them."""
         return pack(self, super().state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; collective, all or nothing.  Momentum: DTensors of any sharding, or whole tensors on every rank.
+        """As in torch; collective, all or nothing.  State of dedicated parameters: DTensors of any sharding, or whole
+        tensors on every rank.
 
         Raises RuntimeError, on every rank before anything changes, for other groups, other shapes, a newer version.
         """
@@ -247,13 +258,11 @@ class Muon(torch.optim.Optimizer):
         where, fused = find_rows(self), {p: group.get("fused") for group in self.param_groups for p in group["params"]}
         for p, values in state.items():  # into the memory that is there
             self._state[p] = mine = before.get(p, {})
-            if p in where:
-                rows, index = where[p]
-                rows.load(index, values[MOMENTUM], self._momentum_of(p))
-                continue
-            mine.update({} if mine else fresh_adamw(p, fused[p]))
-            for key, value in values.items():
-                put(mine[key], value)
+            if p in where and not is_elementwise(p):
+                self._momentum_of(p)
+            elif not mine:
+                mine.update(fresh_adamw(p, fused[p]))
+            take(mine, values, where.get(p))
 
     def _report_nonfinite(self) -> None:
         """Warns once per step about updates that were NaN or Inf; on a GPU as soon as the step's flags have arrived."""
@@ -310,12 +319,12 @@ class _FiniteReport:
         return [name for name, finite in zip(self.names, self.flags.tolist(), strict=True) if not finite]
 
 
-def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, list]:
-    """Floating ones, frozen ones too (they may be unfrozen): dedicated, DTensors, plain.
+def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, list, list]:
+    """Floating ones, frozen ones too (they may be unfrozen): dedicated matrices, elementwise ones, DTensors, plain.
 
-    Torch's foreach kernels do not mix the last two.
+    Torch's foreach kernels do not mix DTensors with others.
     """
-    split: tuple[list, list, list] = ([], [], [])
+    split: tuple[list, list, list, list] = ([], [], [], [])
     for p in [params] if isinstance(params, torch.Tensor) else params:
         if p not in names:
             raise ValueError(
@@ -323,7 +332,10 @@ def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, lis
                 "it from model.named_parameters() after dedicate_params and fully_shard"
             )
         if p.is_floating_point():
-            split[0 if is_dedicated(p) else 1 if isinstance(p, DTensor) else 2].append(p)
+            if is_elementwise(p):
+                split[1].append(p)
+            else:
+                split[0 if is_dedicated(p) else 2 if isinstance(p, DTensor) else 3].append(p)
     return split
 
 
@@ -346,8 +358,9 @@ def _check_managed(names: dict[nn.Parameter, str], dedications: list[Dedication]
         if p.requires_grad:
             raise ValueError(
                 f"[dmuon.Muon] trainable parameter {names[p]!r} is neither dedicated nor sharded by fully_shard: its "
-                "gradient would differ between ranks. Call fully_shard on a module around it first, "
-                "freeze it, or, if something else averages its gradient, name it in param_groups."
+                "gradient would differ between ranks. Dedicate it (predicate or elementwise= of dedicate_params), call "
+                "fully_shard on a module around it first, freeze it, or, if something else averages its gradient, name "
+                "it in param_groups."
             )
     return unmanaged
 

@@ -1,4 +1,4 @@
-"""State dicts of `Muon`: momentum appears as row-sharded DTensors, like the matrix it belongs to."""
+"""State dicts of `Muon`: what an owner keeps for a parameter appears as row-sharded DTensors, like the parameter."""
 
 from itertools import chain
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ._checkpoint import MODE, Rows, entries
+from ._handles import is_elementwise
 
 MOMENTUM = "momentum_buffer"
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
@@ -18,13 +19,13 @@ _OF_THIS_RUN = (
 
 
 def find_rows(optimizer: Any) -> dict[torch.Tensor, tuple[Rows, int]]:
-    """Where each matrix of the optimizer's Muon groups travels."""
+    """Where each dedicated parameter of the optimizer travels."""
     found = {
         param.parameter: (dedication.rows, index)
         for dedication in optimizer.dedications
         for index, param in enumerate(dedication.params)
     }
-    return {p: found[p] for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+    return {p: found[p] for p in params_of(optimizer.param_groups) if p in found}
 
 
 def fill(optimizer: Any) -> None:
@@ -39,9 +40,25 @@ def fill(optimizer: Any) -> None:
 
 
 def fresh_adamw(p: torch.Tensor, fused: bool | None) -> dict[str, torch.Tensor]:
+    """Of an elementwise parameter the moments are placeholders where the parameter is one."""
     wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    step = torch.zeros((), device=p.device) if fused else torch.zeros((), dtype=wide)
+    step = torch.zeros((), device=p.device) if fused and not p.is_meta else torch.zeros((), dtype=wide)
     return {"step": step} | {key: torch.zeros_like(p) for key in ADAMW[1:]}
+
+
+def fields_of(p: torch.Tensor) -> tuple[str, ...]:
+    """What travels of the state of a dedicated parameter."""
+    return ADAMW[1:] if is_elementwise(p) else (MOMENTUM,)
+
+
+def take(mine: dict[str, torch.Tensor], values: dict[str, Any], where: tuple[Rows, int] | None) -> None:
+    """`mine`, a parameter's state, takes the values of a state dict; collective for a dedicated one (`where`)."""
+    for key in sorted(values):
+        if where is not None and key != "step":
+            rows, index = where
+            rows.load(index, values[key], mine[key])
+        else:
+            put(mine[key], values[key])
 
 
 def put(mine: torch.Tensor, value: Any) -> None:
@@ -60,11 +77,31 @@ def pack(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
     where = find_rows(optimizer)
     for dedication in optimizer.dedications:
         dedication.rows.begin("Muon.state_dict")
+    steps = _steps(optimizer, where)
     for key, p in enumerate(params_of(optimizer.param_groups)):
-        if p in where and MOMENTUM in (values := packed["state"].pop(key, {})):
+        if p in where and (values := packed["state"].pop(key, {})):
             rows, index = where[p]
-            packed["state"][key] = {MOMENTUM: rows.save(index, values[MOMENTUM])}
+            saved = {"step": steps[p]} if p in steps else {}
+            packed["state"][key] = saved | {field: rows.save(index, values[field]) for field in fields_of(p)}
     return packed
+
+
+def _steps(optimizer: Any, where: dict[torch.Tensor, tuple[Rows, int]]) -> dict[torch.Tensor, torch.Tensor]:
+    """AdamW's step counts of elementwise parameters, which their owners know, on every rank; collective."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for dedication in optimizer.dedications:
+        mine = [
+            p for p, (rows, _) in where.items() if rows is dedication.rows and "step" in optimizer._state.get(p, {})
+        ]
+        if MODE.get() in ("shapes", "empty") or not mine:
+            found |= {p: optimizer._state[p]["step"] for p in mine}
+            continue
+        steps = torch.stack([optimizer._state[p]["step"].cpu() * (not p.is_meta) for p in mine])
+        steps = steps.to(dedication.unsharded[0].device)
+        dedication.all_reduce(steps, torch.distributed.ReduceOp.SUM)
+        at_home = dedication.unsharded[0].device if optimizer._adamw.defaults["fused"] else torch.device("cpu")
+        found |= {p: step.clone() for p, step in zip(mine, steps.to(at_home), strict=True)}
+    return found
 
 
 def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[torch.Tensor, dict]] | None:
@@ -97,7 +134,7 @@ def _compared(optimizer: Any, state: dict, where: dict) -> tuple[dict[str, Any],
     for p, values in state.items():
         name, like, fields = optimizer._names[p], p, ADAMW[1:]
         if p in where:
-            like, fields = p.to("meta"), (MOMENTUM,)
+            like, fields = p.to("meta"), fields_of(p)
         expected |= {f"{name}.{key}": like for key in fields}
         found |= {f"{name}.{key}": value for key, value in values.items() if key != "step"}
     return expected, found

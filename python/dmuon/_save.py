@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from ._checkpoint import mode
-from ._handles import Dedication, all_dedications, is_dedicated
+from ._handles import Dedication, all_dedications, is_dedicated, is_elementwise
 from ._muon import Muon
 from ._optimizer_state import ADAMW, MOMENTUM, params_of
 
@@ -166,7 +166,7 @@ def import_state(
         with mode("shapes"):
             state = optimizer.state_dict() | {"state": {}}
         for key, p in enumerate(params_of(optimizer.param_groups)):
-            name, fields = optimizer._names[p], (MOMENTUM,) if is_dedicated(p) else ADAMW
+            name, fields = optimizer._names[p], (MOMENTUM,) if is_dedicated(p) and not is_elementwise(p) else ADAMW
             taken = all((name, field) in found for field in fields)
             report["state" if taken else "fresh"].append(name)
             if taken:

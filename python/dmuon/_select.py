@@ -1,7 +1,8 @@
 """Which parameters are dedicated, where modules hold them, and which module triggers their communication."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ from ._handles import Site, is_dedicated
 
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|blocks)\.\d+(?=\.|$)")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 
 Predicate = Callable[[str, nn.Parameter], bool]
 BoundaryPredicate = Callable[[nn.Module], bool]
@@ -21,19 +23,33 @@ BoundaryPredicate = Callable[[nn.Module], bool]
 class Matrix:
     """A selected parameter before it is dedicated."""
 
-    name: str
     parameter: nn.Parameter
-    sites: list[Site]
-    site_names: list[str]
+    names: list[str] = field(default_factory=list)
+    """Fully qualified; more than one if it is tied.  The first one counts."""
+    sites: list[Site] = field(default_factory=list)
+    site_names: list[str] = field(default_factory=list)
+    """Of the modules that hold it."""
+    elementwise: bool = False
+    """Stepped by AdamW, and of any shape."""
     boundary: str = ""
     """Fully qualified name of its hook module; "" is the root."""
     layer: str = ""
 
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def plan_input(self) -> tuple[str, int, int, str, bool]:
+        """Of an elementwise parameter the first dimension and the product of the others."""
+        shape = self.parameter.shape
+        return self.name, shape[0], math.prod(shape[1:]), self.layer, self.elementwise
+
     def describe(self) -> str:
         """What all ranks must agree on."""
-        p = self.parameter
-        rows, cols = p.shape
-        return f"{self.name} {rows} {cols} {self.layer or '-'} {p.dtype} grad={p.requires_grad} meta={p.is_meta}"
+        p, (name, rows, cols, layer, _) = self.parameter, self.plan_input
+        kind = f" elementwise={'x'.join(map(str, p.shape))}" if self.elementwise else ""
+        return f"{name} {rows} {cols} {layer or '-'} {p.dtype} grad={p.requires_grad} meta={p.is_meta}{kind}"
 
 
 @dataclass
@@ -62,16 +78,18 @@ class Boundary:
     def _by_structure(self, parent: str, chain: list[str]) -> str:
         if match := _LAYER.match(parent):
             return match.group(0)
+        while isinstance(self.modules[chain[0]], _LISTS):  # it is never called
+            chain = chain[1:]
         for name in reversed(chain[:-1]):  # outermost first: an entry of a ModuleList is a layer
             if isinstance(self.modules[name.rpartition(".")[0]], _CONTAINERS):
                 return name
-        return parent
+        return next((name for name in chain if isinstance(self.modules[name], nn.MultiheadAttention)), chain[0])
 
     def common(self, names: list[str]) -> str:
         """The lowest module that contains all of them and can be called."""
         chains = [_ancestors(name) for name in names]
         for name in chains[0]:
-            if all(name in chain for chain in chains) and not isinstance(self.modules[name], _CONTAINERS):
+            if all(name in chain for chain in chains) and not isinstance(self.modules[name], _CONTAINERS + _LISTS):
                 return name
         return ""
 
@@ -82,7 +100,23 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
 
-def _check(name: str, parameter: nn.Parameter) -> None:
+def _check_modules(matrix: Matrix) -> None:
+    """Each module that holds it computes with what it holds."""
+    for module in (site.module for site in matrix.sites):
+        if isinstance(module, nn.RNNBase):
+            raise ValueError(
+                f"parameter {matrix.name!r} is one of {type(module).__name__}, which computes with a list of its own "
+                "of its weights and would not see those that dmuon gathers. Leave it to fully_shard"
+            )
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"parameter {matrix.name!r} is of an embedding with max_norm, which changes its weight in forward: on "
+                "a copy that is thrown away. Do without max_norm"
+            )
+
+
+def _check(matrix: Matrix) -> None:
+    name, parameter = matrix.name, matrix.parameter
     if is_dedicated(parameter):
         raise ValueError(f"parameter {name!r} is dedicated already; dedicate_params may see a parameter once")
     if isinstance(parameter, DTensor):
@@ -90,9 +124,15 @@ def _check(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name!r} is a DTensor (fully_shard or tensor parallelism took it). Call dedicate_params before "
             "fully_shard; tensor-parallel matrices are not supported yet"
         )
-    if parameter.ndim != 2 or 0 in parameter.shape:
+    if not matrix.elementwise and (parameter.ndim != 2 or 0 in parameter.shape):
         raise ValueError(
-            f"parameter {name!r} has shape {tuple(parameter.shape)}; the predicate must select 2-D matrices"
+            f"parameter {name!r} has shape {tuple(parameter.shape)}; the predicate must select 2-D matrices. Leave it "
+            "to elementwise=, which takes parameters of any shape"
+        )
+    if parameter.ndim == 0 or 0 in parameter.shape:
+        raise ValueError(
+            f"parameter {name!r} has shape {tuple(parameter.shape)}; elementwise parameters need a dimension and an "
+            "element. Make a scalar a tensor of shape (1,), as FSDP2 asks for too"
         )
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
         raise ValueError(
@@ -100,34 +140,53 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def select(model: nn.Module, predicate: Predicate, boundary: Boundary) -> list[Matrix]:
-    """The matrices in module order, each with its hook module.  Raises ValueError naming the parameter."""
-    boundary.modules = dict(model.named_modules())
+def _parameters(modules: dict[str, nn.Module]) -> Iterator[Matrix]:
+    """All parameters in module order, each once with all places that hold it."""
     found: dict[int, Matrix] = {}
-    for module_name, module in boundary.modules.items():
+    for module_name, module in modules.items():
         for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = f"{module_name}.{attribute}" if module_name else attribute
-            matrix = found.get(id(parameter))
-            if matrix is None:
-                if not predicate(name, parameter):
-                    continue
-                _check(name, parameter)
-                matrix = found[id(parameter)] = Matrix(name, parameter, [], [])
-            matrix.sites.append(Site(module, attribute))
-            matrix.site_names.append(module_name)
-    if not found:
+            if parameter is not None:
+                matrix = found.setdefault(id(parameter), Matrix(parameter))
+                matrix.names.append(f"{module_name}.{attribute}" if module_name else attribute)
+                matrix.sites.append(Site(module, attribute))
+                matrix.site_names.append(module_name)
+    yield from found.values()
+
+
+def _is_selected(matrix: Matrix, predicate: Predicate, elementwise: Predicate | None) -> bool:
+    """Whether it is dedicated under any of its names; sets `elementwise`."""
+    as_matrix = [name for name in matrix.names if predicate(name, matrix.parameter)]
+    if elementwise is None:
+        return bool(as_matrix)
+    others = [name for name in matrix.names if name not in as_matrix and elementwise(name, matrix.parameter)]
+    if as_matrix and others:
+        raise ValueError(
+            f"one parameter has the names {as_matrix[0]!r}, a matrix by the predicate, and {others[0]!r}, which only "
+            "elementwise= selects: tied parameters are one or the other. Decide the same for all their names"
+        )
+    matrix.elementwise = bool(others)
+    return bool(as_matrix or others)
+
+
+def select(model: nn.Module, predicate: Predicate, elementwise: Predicate | None, boundary: Boundary) -> list[Matrix]:
+    """The matrices and elementwise parameters in module order, each with its hook module.  Raises ValueError naming the
+    parameter.
+    """
+    boundary.modules = dict(model.named_modules())
+    found = [matrix for matrix in _parameters(boundary.modules) if _is_selected(matrix, predicate, elementwise)]
+    if all(matrix.elementwise for matrix in found):
         raise ValueError("no parameter satisfies the predicate; print model.named_parameters() to see the names")
-    for matrix in found.values():
+    for matrix in found:
+        _check(matrix)
+        _check_modules(matrix)
         boundaries = [boundary.find(name) for name in matrix.site_names]
         matrix.boundary = boundaries[0] if len(set(boundaries)) == 1 else boundary.common(boundaries)
         matrix.layer = matrix.boundary
-    return list(found.values())
+    return found
 
 
 def group_by_boundary(matrices: list[Matrix], modules: dict[str, nn.Module]) -> list[tuple[str, list[int]]]:
-    """(hook module, indices of its matrices), in module order."""
+    """(hook module, indices of what it triggers), in module order."""
     members: dict[str, list[int]] = {}
     for index, matrix in enumerate(matrices):
         members.setdefault(matrix.boundary, []).append(index)
@@ -135,7 +194,11 @@ def group_by_boundary(matrices: list[Matrix], modules: dict[str, nn.Module]) -> 
     for name in names:
         dtypes = {matrices[i].parameter.dtype for i in members[name]}
         if len(dtypes) > 1:
-            raise ValueError(f"the matrices of hook module {name!r} have dtypes {dtypes}; one group has one dtype")
+            of = {matrices[i].parameter.dtype: matrices[i].name for i in reversed(members[name])}
+            raise ValueError(
+                f"the parameters of hook module {name!r} have dtypes "
+                f"{', '.join(f'{dtype} ({first})' for dtype, first in of.items())}; one group has one dtype"
+            )
     return [(name, members[name]) for name in names]
 
 

@@ -15,7 +15,14 @@ std::vector<StateEntry> to_entries(const Entries& entries) {
   return result;
 }
 
-/// One model's matrices on their way into and out of a checkpoint: masters, and whatever else an owner keeps for one.
+// [rows, ...] as [rows, elements of a row], which is what travels: the same memory, if it is contiguous.
+at::Tensor as_rows(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.dim() == 2) return tensor;
+  return tensor.reshape({tensor.size(0), c10::multiply_integers(tensor.sizes().slice(1))});
+}
+
+/// One model's matrices and elementwise parameters on their way into and out of a checkpoint: masters, and whatever
+/// else an owner keeps for one.
 struct CheckpointHandle : torch::CustomClassHolder {
   CheckpointHandle(RuntimePtr model, const CommunicatorHandlePtr& shard,
                    const std::optional<CommunicatorHandlePtr>& replicate)
@@ -24,7 +31,15 @@ struct CheckpointHandle : torch::CustomClassHolder {
   [[nodiscard]] MatrixPlace place(int64_t index) const {
     const auto& param = *runtime->params().at(static_cast<size_t>(index));
     const auto options = param.registered().options().device(param.unsharded().device()).requires_grad(std::nullopt);
-    return {param.name(), param.sizes()[0], param.sizes()[1], param.owner(), options};
+    const auto sizes = at::IntArrayRef(param.sizes());
+    return {param.name(), sizes[0], c10::multiply_integers(sizes.slice(1)), param.owner(), options};
+  }
+
+  /// `count` rows of the parameter in its own number of dimensions.
+  [[nodiscard]] std::vector<int64_t> shape_of_rows(int64_t index, int64_t count) const {
+    auto shape = runtime->params().at(static_cast<size_t>(index))->sizes();
+    shape[0] = count;
+    return shape;
   }
 
   RuntimePtr runtime;
@@ -57,7 +72,8 @@ void begin(const CheckpointPtr& self, const std::string& caller, std::string pro
 }
 
 at::Tensor scatter(const CheckpointPtr& self, int64_t index, const std::optional<at::Tensor>& owned) {
-  return scatter_rows(self->axes, self->place(index), owned.value_or(at::Tensor()));
+  const auto rows = scatter_rows(self->axes, self->place(index), as_rows(owned.value_or(at::Tensor())));
+  return rows.view(self->shape_of_rows(index, rows.size(0)));
 }
 
 RowRange rows_here(const CheckpointPtr& self, const MatrixPlace& place) {
@@ -69,13 +85,13 @@ void gather(const CheckpointPtr& self, int64_t index, const at::Tensor& value, b
             const std::optional<at::Tensor>& owned) {
   const auto place = self->place(index);
   const auto range = rows_here(self, place);
-  gather_rows(self->axes, place, whole ? value.narrow(0, range.begin, range.count()) : value,
-              owned.value_or(at::Tensor()));
+  const auto rows = as_rows(whole ? value.narrow(0, range.begin, range.count()) : value);
+  gather_rows(self->axes, place, rows, owned ? owned->view({place.rows, place.cols}) : at::Tensor());
 }
 
 at::Tensor empty_rows(const CheckpointPtr& self, int64_t index, c10::Device device) {
   const auto place = self->place(index);
-  return at::empty({rows_here(self, place).count(), place.cols}, place.options.device(device));
+  return at::empty(self->shape_of_rows(index, rows_here(self, place).count()), place.options.device(device));
 }
 
 std::string problem_of_groups(const OptimizerGroups& expected, const OptimizerGroups& given) {

@@ -4,11 +4,15 @@
 namespace dmuon::bindings {
 namespace {
 
-using Rows = std::vector<std::tuple<std::string, int64_t, int64_t, std::string>>;
+// name, {rows, columns}, layer, elementwise
+using Rows = std::vector<std::tuple<std::string, std::vector<int64_t>, std::string, bool>>;
 
 std::vector<plan::Matrix> to_matrices(const Rows& rows) {
   std::vector<plan::Matrix> matrices;
-  for (const auto& [name, height, width, layer] : rows) matrices.push_back({name, height, width, layer});
+  for (const auto& [name, shape, layer, elementwise] : rows) {
+    const auto kind = elementwise ? plan::Kind::kElementwise : plan::Kind::kMatrix;
+    matrices.push_back({name, shape.at(0), shape.at(1), layer, kind});
+  }
   return matrices;
 }
 

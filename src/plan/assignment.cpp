@@ -20,15 +20,15 @@ void set_owners(Plan& plan, const std::vector<Unit>& units, const Placement& pla
   }
 }
 
-void sum_loads(Plan& plan, std::int64_t state_bytes_per_element) {
+void sum_loads(Plan& plan, const PlanOptions& options) {
   plan.loads.assign(plan.mesh.slots(), SlotLoad{});
   for (std::size_t i = 0; i < plan.matrices.size(); ++i) {
     SlotLoad& load = plan.loads[plan.slot_index(plan.owners[i])];
     load.cost_seconds += plan.costs[i];
     load.elements += plan.matrices[i].numel();
+    load.bytes += options.state_bytes(plan.matrices[i]);
     ++load.matrices;
   }
-  for (SlotLoad& load : plan.loads) load.bytes = load.elements * state_bytes_per_element;
 }
 
 double max_load(const Plan& plan) {
@@ -62,7 +62,7 @@ Plan compute_balanced_assignment(std::vector<Matrix> matrices, MeshShape mesh, c
       .max_over_mean = std::max(options.target_imbalance, kRounding * bound / mean_load(units, mesh.slots()))};
 
   set_owners(plan, units, place_units(units, plan.matrices, options.strategy, goal));
-  sum_loads(plan, options.state_bytes_per_element);
+  sum_loads(plan, options);
   plan.lower_bound_seconds = std::min(bound, max_load(plan));  // the sums round differently
   plan.balance_note = explain_balance(plan, units, options);
   return plan;

@@ -43,8 +43,10 @@ void check_options(const PlanOptions& options) {
   require_positive(cost.ns_steps, "cost.ns_steps");
   require_not_negative(cost.seconds_per_matrix, "cost.seconds_per_matrix");
   require_not_negative(cost.elementwise_bytes, "cost.elementwise_bytes");
+  require_positive(cost.adamw_bytes, "cost.adamw_bytes");
   require_not_negative(static_cast<double>(options.small_matrix_threshold), "small_matrix_threshold");
   require_positive(static_cast<double>(options.state_bytes_per_element), "state_bytes_per_element");
+  require_positive(static_cast<double>(options.elementwise_state_bytes), "elementwise_state_bytes");
   if (options.max_bytes_per_slot)
     require_positive(static_cast<double>(*options.max_bytes_per_slot), "max_bytes_per_slot");
   if (!(options.target_imbalance >= 1.0)) {
@@ -81,7 +83,7 @@ void check_inputs(const std::vector<Matrix>& matrices, MeshShape mesh, const Pla
   check_options(options);
   if (matrices.empty()) fail("there are no matrices to assign. Check that the predicate selects any parameter.");
 
-  std::int64_t elements_left = kMaxInt64 / options.state_bytes_per_element;
+  std::int64_t elements_left = kMaxInt64 / std::max(options.state_bytes_per_element, options.elementwise_state_bytes);
   for (const Matrix& matrix : matrices) {
     check_shape(matrix);
     if (matrix.numel() > elements_left) {

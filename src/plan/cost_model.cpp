@@ -31,4 +31,9 @@ double CostModel::seconds(std::int64_t rows, std::int64_t cols) const {
   return flops(rows, cols) / flops_per_second + numel * elementwise_bytes / bytes_per_second + seconds_per_matrix;
 }
 
+double CostModel::seconds(const Matrix& matrix) const {
+  if (matrix.kind == Kind::kMatrix) return seconds(matrix.rows, matrix.cols);
+  return static_cast<double>(matrix.numel()) * adamw_bytes / bytes_per_second;
+}
+
 }  // namespace dmuon::plan

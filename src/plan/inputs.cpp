@@ -73,6 +73,7 @@ std::string describe_inputs(const std::vector<Matrix>& matrices) {
   std::string text;
   for (const Matrix& matrix : matrices) {
     text += matrix.name + " " + std::to_string(matrix.rows) + " " + std::to_string(matrix.cols) + " " + matrix.layer;
+    if (matrix.kind == Kind::kElementwise) text += " elementwise";
     text += '\n';
   }
   return text;

@@ -26,10 +26,12 @@ void check_member(const Plan& plan, int member, std::vector<bool>& seen) {
   seen[member] = true;
 }
 
-void append(Segment& segment, int matrix, std::int64_t numel) {
-  segment.matrices.push_back({.matrix = matrix, .offset = segment.numel, .numel = numel});
-  segment.numel += align_up(numel);
-  segment.payload += numel;
+void append(Segment& segment, PackedMatrix packed) {
+  packed.offset = segment.numel;
+  segment.matrices.push_back(packed);
+  segment.numel += align_up(packed.numel);
+  segment.payload += packed.numel;
+  if (packed.kind == Kind::kElementwise) segment.elementwise += packed.numel;
 }
 
 }  // namespace
@@ -54,7 +56,7 @@ GroupLayout make_group_layout(const Plan& plan, std::span<const int> members) {
     const Slot owner = plan.owners[member];
     Segment& segment = by_owner[owner];
     segment.owner = owner;
-    append(segment, member, plan.matrices[member].numel());
+    append(segment, {.matrix = member, .numel = plan.matrices[member].numel(), .kind = plan.matrices[member].kind});
   }
   GroupLayout layout;
   layout.segments.reserve(by_owner.size());
@@ -68,7 +70,7 @@ GroupLayout make_sub_layout(const GroupLayout& layout, const std::vector<bool>& 
     Segment kept;
     kept.owner = segment.owner;
     for (const PackedMatrix& packed : segment.matrices) {
-      if (keep.at(static_cast<size_t>(packed.matrix))) append(kept, packed.matrix, packed.numel);
+      if (keep.at(static_cast<size_t>(packed.matrix))) append(kept, packed);
     }
     if (!kept.matrices.empty()) result.segments.push_back(std::move(kept));
   }

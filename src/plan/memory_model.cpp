@@ -12,6 +12,7 @@ struct GroupSizes {
   std::int64_t payload = 0;
   std::int64_t own_padded = 0;
   std::int64_t own_payload = 0;
+  std::int64_t own_moments = 0;    // of Muon one an element, of AdamW two
   std::int64_t column_padded = 0;  // own and column peers' segments: sent from the published copy
 };
 
@@ -22,6 +23,7 @@ GroupSizes measure(const GroupLayout& group, Slot rank) {
     if (segment.owner != rank) continue;
     sizes.own_padded += segment.numel;
     sizes.own_payload += segment.payload;
+    sizes.own_moments += segment.payload + segment.elementwise;
   }
   return sizes;
 }
@@ -37,7 +39,7 @@ class Schedule {
     MemoryEstimate estimate{.outgoing = options_.outgoing};
     for (const GroupSizes& group : sizes_) {
       estimate.masters += group.own_padded * options_.master_bytes;
-      estimate.momentum += group.own_payload * options_.master_bytes;
+      estimate.momentum += group.own_moments * options_.master_bytes;
       estimate.published += published(group);
       estimate.gradients += gradient(group);
     }

@@ -53,6 +53,7 @@ std::uint64_t Plan::fingerprint() const {
     hash.add(matrices[i].rows);
     hash.add(matrices[i].cols);
     hash.add(matrices[i].layer);
+    if (matrices[i].kind == Kind::kElementwise) hash.add("elementwise");
     hash.add(owners[i].shard);
     hash.add(owners[i].replicate);
   }

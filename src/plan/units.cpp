@@ -60,7 +60,7 @@ std::int64_t slot_cap(const PlanOptions& options) {
 std::vector<double> matrix_costs(const std::vector<Matrix>& matrices, const CostModel& cost) {
   std::vector<double> costs;
   costs.reserve(matrices.size());
-  for (const Matrix& matrix : matrices) costs.push_back(cost.seconds(matrix.rows, matrix.cols));
+  for (const Matrix& matrix : matrices) costs.push_back(cost.seconds(matrix));
   return costs;
 }
 
@@ -72,7 +72,7 @@ std::vector<Unit> make_units(const std::vector<Matrix>& matrices, const std::vec
   std::vector<Unit> units;
   units.reserve(matrices.size());
   for (int i = 0; i < static_cast<int>(matrices.size()); ++i) {
-    const std::int64_t bytes = matrices[i].numel() * options.state_bytes_per_element;
+    const std::int64_t bytes = options.state_bytes(matrices[i]);
     const bool merges = layers[i] != kNoLayer && matrices[i].numel() < options.small_matrix_threshold;
     int target = merges ? open[layers[i]] : -1;
     if (target < 0 || units[target].bytes > cap - bytes) {

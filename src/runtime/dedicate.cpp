@@ -10,24 +10,34 @@ struct Selection {
 };
 
 // What is wrong with a weight, or "".
-std::string problem_of(const std::string& name, const at::Tensor& weight) {
+std::string problem_of(const std::string& name, const at::Tensor& weight, plan::Kind kind) {
   if (!weight.defined()) return c10::str("parameter '", name, "' is undefined");
-  if (weight.dim() != 2 || !weight.is_floating_point() || !weight.is_leaf()) {
+  const bool matrix = kind == plan::Kind::kMatrix;
+  const bool fits = matrix ? weight.dim() == 2 : weight.dim() >= 1;
+  if (!fits || !weight.is_floating_point() || !weight.is_leaf()) {
     return c10::str("parameter '", name, "' is a ", weight.is_leaf() ? "leaf" : "non-leaf", " of shape ",
-                    weight.sizes(), " and dtype ", weight.scalar_type(), "; expected a floating leaf [rows, cols]");
+                    weight.sizes(), " and dtype ", weight.scalar_type(), "; expected a floating leaf ",
+                    matrix ? "[rows, cols]" : "of at least one dimension");
+  }
+  return "";
+}
+
+std::string add(const HookModule& module, plan::Kind kind, Selection& selection) {
+  for (const auto& [name, weight] : kind == plan::Kind::kMatrix ? module.matrices : module.elementwise) {
+    if (const auto problem = problem_of(name, weight, kind); !problem.empty()) return problem;
+    const auto rows = weight.size(0);
+    selection.groups.back().members.push_back(static_cast<int>(selection.matrices.size()));
+    selection.matrices.push_back({name, rows, rows == 0 ? 0 : weight.numel() / rows, module.name, kind});
+    selection.weights.push_back(weight);
   }
   return "";
 }
 
 std::string select(const std::vector<HookModule>& modules, Selection& selection) {
   for (const auto& module : modules) {
-    auto& group = selection.groups.emplace_back();
-    group.name = module.name;
-    for (const auto& [name, weight] : module.matrices) {
-      if (const auto problem = problem_of(name, weight); !problem.empty()) return problem;
-      group.members.push_back(static_cast<int>(selection.matrices.size()));
-      selection.matrices.push_back({name, weight.size(0), weight.size(1), module.name});
-      selection.weights.push_back(weight);
+    selection.groups.emplace_back().name = module.name;
+    for (const auto kind : {plan::Kind::kMatrix, plan::Kind::kElementwise}) {
+      if (auto problem = add(module, kind, selection); !problem.empty()) return problem;
     }
   }
   return "";

@@ -1,5 +1,6 @@
 #include "runtime/gradient_reduction.h"
 
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -158,8 +159,7 @@ void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Sl
     for (const auto& packed : segment.matrices) {
       const auto position = group_.position_of(packed.matrix);
       const auto& param = group_.params()[position];
-      const auto cols = param->sizes()[1];
-      const auto view = segments_[s].buffer.as_strided(param->sizes(), {cols, 1},
+      const auto view = segments_[s].buffer.as_strided(param->sizes(), c10::contiguous_strides(param->sizes()),
                                                        segments_[s].buffer.storage_offset() + packed.offset);
       const auto& gradient = gradients[position];
       if (gradient.defined()) {

@@ -22,7 +22,8 @@ class Setup:
     z3: bool = True
     dtype: torch.dtype | None = None
     recipe: str = "a"
-    """"a": fully_shard on every layer and the root; "b": on the root only; "free": a, without the patch."""
+    """"a": fully_shard on every layer and the root; "b": on the root only; "free": a, without the patch; "c": nowhere,
+    the other parameters are dedicated too."""
     settings: MuonSettings = field(default_factory=MuonSettings)
     make: Callable[[], nn.Module] = TinyModel
     replicate_async: bool = True
@@ -46,8 +47,11 @@ class Setup:
             replicate_mesh=mesh.axes["replicate"] if hsdp else None,
             reshard_after_forward=self.z3,
             mp_policy=policy,
+            elementwise=(lambda name, p: True) if self.recipe == "c" else None,
             **({} if self.comm is None else {"comm": self.comm}),
         )
+        if self.recipe == "c":
+            return assignment
         kwargs = {"mesh": mesh, "reshard_after_forward": self.z3, "mp_policy": self.policy}
         if self.recipe == "free":
             dmuon.uninstall_patch()

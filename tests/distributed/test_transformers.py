@@ -162,7 +162,7 @@ def train(mesh, rank: int, world_size: int, case: Case, **options) -> tuple[nn.M
     """Returns both models after the last step."""
     setup = Setup(make=case.make, predicate=case.predicate, layers=layers_of, **options)
     model, optimizer, reference = setup.build(mesh)
-    assert len(dmuon.get_dedicated_params(model)) == case.matrices
+    assert sum(not param.elementwise for param in dmuon.get_dedicated_params(model)) == case.matrices
     for step in range(STEPS):
         loss = loss_of(model, case, step, rank, mesh.device_type)
         loss.backward()
@@ -186,6 +186,13 @@ def train(mesh, rank: int, world_size: int, case: Case, **options) -> tuple[nn.M
 @pytest.mark.parametrize("name", CASES)
 def test_model(mesh, rank, world_size, name, z3):
     train(mesh, rank, world_size, CASES[name], z3=z3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model_without_fully_shard(mesh, rank, world_size, name):
+    """Embeddings, norms, biases, stacks of experts and convolutions are elementwise parameters."""
+    model, _ = train(mesh, rank, world_size, CASES[name], recipe="c")
+    assert len(dmuon.get_dedicated_params(model)) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "t5", "llava"])

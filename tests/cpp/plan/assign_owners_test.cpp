@@ -156,5 +156,29 @@ TEST(AssignOwners, RejectsBadOptions) {
   EXPECT_INVALID(assign([](PlanOptions& o) { o.target_imbalance = 0.9; }), "target_imbalance");
 }
 
+TEST(AssignOwners, SmallElementwiseParametersJoinTheMatricesOfTheirLayer) {
+  std::vector<Matrix> matrices;
+  for (const std::string layer : {"layers.0", "layers.1"}) {
+    matrices.push_back({.name = layer + ".w", .rows = 64, .cols = 64, .layer = layer});
+    matrices.push_back({.name = layer + ".norm", .rows = 64, .cols = 1, .layer = layer, .kind = Kind::kElementwise});
+  }
+  const Plan plan = compute_balanced_assignment(matrices, {2, 1});
+  EXPECT_EQ(plan.owners[0], plan.owners[1]);
+  EXPECT_EQ(plan.owners[2], plan.owners[3]);
+  EXPECT_NE(plan.owners[0], plan.owners[2]);
+}
+
+TEST(AssignOwners, BalancesMatricesAgainstLargeElementwiseParameters) {
+  const CostModel cost;
+  std::vector<Matrix> matrices = {
+      {.name = "embedding", .rows = 32000, .cols = 4096, .layer = "", .kind = Kind::kElementwise}};
+  for (int i = 0; i < 8; ++i)
+    matrices.push_back({.name = "w" + std::to_string(i), .rows = 4096, .cols = 4096, .layer = ""});
+  const Plan plan = compute_balanced_assignment(matrices, {2, 1});
+  EXPECT_LT(cost.seconds(matrices[0]), cost.seconds(4096, 32000) / 10);
+  EXPECT_LE(plan.imbalance(), 1.2);
+  EXPECT_EQ(plan.loads[0].bytes + plan.loads[1].bytes, 32000LL * 4096 * 12 + 8LL * 4096 * 4096 * 8);
+}
+
 }  // namespace
 }  // namespace dmuon::plan

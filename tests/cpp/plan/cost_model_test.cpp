@@ -42,5 +42,13 @@ TEST(CostModel, AddsElementwiseAndConstantTime) {
   EXPECT_DOUBLE_EQ(cost.seconds(10, 20), 200 * 50.0 / 100.0 + 2.0);
 }
 
+TEST(CostModel, CountsBytesOfAdamwAlone) {
+  CostModel cost;
+  cost.bytes_per_second = 100.0;
+  const Matrix norm{.name = "norm", .rows = 10, .cols = 20, .layer = "", .kind = Kind::kElementwise};
+  EXPECT_DOUBLE_EQ(cost.seconds(norm), 200 * 28.0 / 100.0);
+  EXPECT_DOUBLE_EQ(cost.seconds({.name = "w", .rows = 10, .cols = 20, .layer = ""}), cost.seconds(10, 20));
+}
+
 }  // namespace
 }  // namespace dmuon::plan

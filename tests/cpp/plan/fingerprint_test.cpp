@@ -26,6 +26,7 @@ TEST(Fingerprint, ChangesWithEveryInput) {
   EXPECT_TRUE(is_new([](Plan& p) { p.matrices[1].cols = 6; }));
   EXPECT_TRUE(is_new([](Plan& p) { std::swap(p.matrices[1].rows, p.matrices[1].cols); }));
   EXPECT_TRUE(is_new([](Plan& p) { p.matrices[1].layer = "layers.0"; }));
+  EXPECT_TRUE(is_new([](Plan& p) { p.matrices[1].kind = Kind::kElementwise; }));
   EXPECT_TRUE(is_new([](Plan& p) { p.owners[0].shard ^= 1; }));
   EXPECT_TRUE(is_new([](Plan& p) { p.owners[0].replicate ^= 1; }));
   EXPECT_TRUE(is_new([](Plan& p) { std::swap(p.matrices[0], p.matrices[1]); }));

@@ -19,6 +19,16 @@ TEST(DescribeInputs, WritesOneLinePerMatrix) {
   EXPECT_EQ(describe_inputs({}), "");
 }
 
+TEST(DescribeInputs, SaysWhatIsElementwise) {
+  std::vector<Matrix> matrices = layers(2);
+  const std::string text = describe_inputs(matrices);
+  matrices[1].kind = Kind::kElementwise;
+  EXPECT_EQ(describe_inputs(matrices), "layers.0.w 64 64 layers.0\nlayers.1.w 64 64 layers.1 elementwise\n");
+  EXPECT_EQ(first_difference({text, describe_inputs(matrices)}),
+            "rank 1 differs from rank 0 at parameter 1: rank 0 has 'layers.1.w' [64, 64] (layers.1), rank 1 has "
+            "'layers.1.w' [64, 64] (layers.1 elementwise)");
+}
+
 TEST(FirstDifference, IsEmptyWhenAllAgree) {
   const std::string text = describe_inputs(layers(3));
   EXPECT_EQ(first_difference({text, text, text}), "");

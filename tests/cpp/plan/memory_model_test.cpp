@@ -71,6 +71,21 @@ TEST(PredictMemory, SendsMasterWithoutPublishedCopy) {
   EXPECT_EQ(predict_memory(groups, {0, 0}, options).published, 16 * 4);
 }
 
+TEST(PredictMemory, CountsBothMomentsOfElementwiseParameters) {
+  const std::vector<Matrix> matrices = {
+      {.name = "w", .rows = 4, .cols = 4, .layer = "l"},
+      {.name = "bias", .rows = 5, .cols = 1, .layer = "l", .kind = Kind::kElementwise}};
+  const Plan plan = compute_balanced_assignment(matrices, {1, 1});
+  const std::vector<int> members = {0, 1};
+  const GroupLayout layout = make_group_layout(plan, members);
+  const MemoryEstimate estimate = predict_memory(std::vector<GroupLayout>{layout}, {0, 0}, {});
+  EXPECT_EQ(estimate.masters, (16 + 8) * 4);
+  EXPECT_EQ(estimate.momentum, (16 + 2 * 5) * 4);
+  EXPECT_EQ(plan.loads[0].bytes, 16 * 8 + 5 * 12);
+  EXPECT_EQ(make_sub_layout(layout, {true, false}).segments[0].elementwise, 0);
+  EXPECT_EQ(make_sub_layout(layout, {false, true}).segments[0].elementwise, 5);
+}
+
 TEST(PredictMemory, IsZeroWithoutGroups) {
   const MemoryEstimate estimate = predict_memory({}, {0, 0}, {});
   EXPECT_EQ(estimate.resident(), 0);

@@ -82,6 +82,19 @@ TEST(Dedicate, RefusesOnEveryRankWhatCannotBeDedicated) {
   EXPECT_THAT(with(weight(4, 8)), Each(HasSubstr("'m.bad'")));
 }
 
+TEST(Dedicate, TakesElementwiseParametersOfAnyShape) {
+  const auto with = [](const at::Tensor& other) {
+    return dedicate_errors(2, [&](int) -> std::vector<HookModule> {
+      return {{"m", {{"m.w", weight(4, 4)}}, {{"m.other", other}}}};
+    });
+  };
+  EXPECT_THAT(with(at::ones({5})), Each(""));
+  EXPECT_THAT(with(at::ones({1, 3, 2})), Each(""));
+  EXPECT_THAT(with(at::ones({})), Each(AllOf(HasSubstr("'m.other'"), HasSubstr("at least one dimension"))));
+  EXPECT_THAT(with(at::ones({0, 3})), Each(HasSubstr("'m.other'")));
+  EXPECT_THAT(with(at::ones({3}, at::kLong)), Each(HasSubstr("'m.other'")));
+}
+
 TEST(Dedicate, RefusesAnEmptyListAndDuplicateNames) {
   EXPECT_THAT(dedicate_errors(2, [](int) { return std::vector<HookModule>{}; }), Each(HasSubstr("[dmuon")));
   EXPECT_THAT(dedicate_errors(2,
@@ -124,6 +137,36 @@ TEST(Dedicate, GivesEveryMatrixOneOwnerThatHoldsRankZerosValues) {
     }
   });
   EXPECT_THAT(owners, Each(1));
+}
+
+// Gradients of every shape arrive whole, as the mean over the ranks.
+TEST(Dedicate, ReducesElementwiseParametersToTheirOwners) {
+  const auto world = make_thread_world(3, std::chrono::seconds(10));
+  const auto reduce_world = make_thread_world(3, std::chrono::seconds(10));
+  on_threads(3, [&](int rank) {
+    const auto bias = at::ones({5}).set_requires_grad(true);
+    const auto scale = at::arange(6, at::kFloat).view({1, 3, 2}).set_requires_grad(true);
+    const auto w = weight(2, 2);
+    const auto runtime =
+        dedicate({{"m", {{"m.w", w}}, {{"m.bias", bias}, {"m.scale", scale}}}},
+                 {make_thread_communicator(world, rank), make_thread_communicator(reduce_world, rank)});
+    const auto loss = call_root(*runtime, [&] {
+      return call_module(*runtime, 0, at::full({1}, rank + 1.0F).set_requires_grad(true), [&](const at::Tensor& x) {
+        return (x * (bias.sum() + scale.square().sum() + w.sum())).sum();
+      });
+    });
+    EXPECT_EQ(loss.item<float>(), static_cast<float>(rank + 1) * (5 + 55 + 4));
+    loss.backward();
+    runtime->check_invariants();
+    for (const auto& param : runtime->params()) {
+      if (!param->is_owner()) continue;
+      const auto grad = param->reduced_grad();
+      ASSERT_EQ(grad.sizes(), param->registered().sizes());
+      const auto expected =
+          param->name() == "m.scale" ? at::arange(6, at::kFloat).view({1, 3, 2}) * 4 : at::full_like(grad, 2);
+      EXPECT_TRUE(at::allclose(grad, expected)) << param->name();
+    }
+  });
 }
 
 // A step, a load, or `p.data = other`: whatever changed a master, the next forward computes with it.
