@@ -22,9 +22,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import plots
 import step_profile
 import torch
 import torch.distributed as dist
@@ -92,6 +94,7 @@ class Contender:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     device: str
+    assignment: dmuon.Assignment | None = None
     resident: int = 0
     outside: int = 0
     peak: int = 0
@@ -146,19 +149,32 @@ def memory(device: str) -> tuple[int, int]:
     return torch.cuda.memory_allocated(), total - free - torch.cuda.memory_reserved()
 
 
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and "layers" in name
+
+
+@cache
+def axes_of(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """By name; the same objects for every contender, because dmuon's process groups belong to them."""
+    return {"shard": mesh} if mesh.ndim == 1 else {name: mesh[name] for name in ("replicate", "shard")}
+
+
 def construct(name: str, mesh: DeviceMesh, config: LlamaConfig) -> Contender:
+    """`mesh`: 1-D, or replicate x shard."""
     kind, mode, *options = name.split("_")
     recipe = next((option for option in options if option in RECIPES), "layers")
     keywords = {key: value for option in options if option in OPTIONS for key, value in OPTIONS[option].items()}
     z3 = mode == "z3"
+    axes, assignment = axes_of(mesh), None
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         model = Llama(config)
     if kind == "muon":
-        dmuon.dedicate_params(
+        assignment = dmuon.dedicate_params(
             model,
-            mesh,
-            lambda n, p: p.ndim == 2 and "layers" in n,
+            axes["shard"],
+            is_matrix,
+            replicate_mesh=axes.get("replicate"),
             reshard_after_forward=z3,
             mp_policy=POLICY,
             elementwise=(lambda n, p: True) if recipe == "elementwise" else None,
@@ -170,7 +186,7 @@ def construct(name: str, mesh: DeviceMesh, config: LlamaConfig) -> Contender:
         optimizer: torch.optim.Optimizer = dmuon.Muon(model, lr=0.02, weight_decay=0.01)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return Contender(name, model, optimizer, mesh.device_type)
+    return Contender(name, model, optimizer, mesh.device_type, assignment)
 
 
 def build(name: str, mesh: DeviceMesh, config: LlamaConfig, batch: Batch) -> Contender:
@@ -309,34 +325,6 @@ def describe(shape: str, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(setup: dict[str, Any], shapes: dict[str, dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    colours = dict(zip(PHASES, ("#4878a8", "#7aa974", "#d1603d"), strict=True))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(1.5 + 4.5 * len(shapes), 4.2), squeeze=False)
-    for axis, (shape, result) in zip(axes[0], shapes.items(), strict=True):
-        rows = result["contenders"]
-        bottom = [0.0] * len(rows)
-        for phase in PHASES:
-            heights = [row[f"{phase}_ms"] for row in rows.values()]
-            axis.bar(list(rows), heights, bottom=bottom, label=phase, color=colours[phase], width=0.7)
-            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-        for x, (top, row) in enumerate(zip(bottom, rows.values(), strict=True)):
-            ratio = f"\n{row['ratio_to_adamw']:.2f}x" if "ratio_to_adamw" in row else ""
-            axis.text(x, top, f"{row['step_ms']:.1f}{ratio}", ha="center", va="bottom", fontsize=8)
-        axis.set_ylim(0, 1.18 * max(bottom))
-        axis.set_title(f"{shape} tokens a rank", loc="left", fontsize=10)
-        axis.set_xticks(range(len(rows)), list(rows), rotation=30, ha="right", fontsize=8)
-    axes[0][0].set_ylabel("ms a step (medians of the phases)")
-    figure.suptitle(f"{setup['parameters'] / 1e6:.0f} M parameters, {setup['ranks']} x {setup['device']}", fontsize=10)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(PHASES), fontsize=8)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=130)
-
-
 def contender_name(text: str) -> str:
     kind, _, rest = text.partition("_")
     mode, *options = rest.split("_")
@@ -353,9 +341,10 @@ def token_shape(text: str) -> str:
     return text
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", type=contender_name, default=CONTENDERS, metavar="NAME")
+def make_parser(description: str, contenders: list[str]) -> argparse.ArgumentParser:
+    """With the options that measure_shape needs; bench/scaling.py adds its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", nargs="+", type=contender_name, default=contenders, metavar="NAME")
     parser.add_argument("--preset", choices=PRESETS, default="1b")
     parser.add_argument("--tokens", nargs="+", type=token_shape, default=["2048x4"], metavar="SEQUENCExBATCH")
     parser.add_argument("--rounds", type=int, default=5, help="0: only the profiles")
@@ -365,7 +354,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--communication", default=step_profile.COMMUNICATION, help="pattern of such kernels' names")
     parser.add_argument("--trace", action="store_true", help="also write the chrome trace of each profile to --out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="folder for step_time.json and step_time.png")
+    parser.add_argument("--out", type=Path, help="folder for the figures (JSON) and the picture")
+    return parser
+
+
+def read_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     if args.trace and args.out is None:
         parser.error("--trace needs --out")
@@ -408,13 +401,13 @@ def write(result: dict[str, Any], out: Path, timed: bool) -> None:
     (out / "step_time.json").write_text(json.dumps(result, indent=1))
     if timed:
         try:
-            draw(result["setup"], result["shapes"], out / "step_time.png")
+            plots.draw_steps(result["setup"], result["shapes"], out / "step_time.png")
         except ImportError:
             print("no matplotlib here, so no picture")
 
 
 def main() -> None:
-    args = parse()
+    args = read_arguments(make_parser(__doc__, CONTENDERS))
     mesh = start(args.device)
     config = PRESETS[args.preset]
     contenders = [
