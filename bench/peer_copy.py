@@ -58,7 +58,7 @@ class Contender:
 
     def reduce(self) -> None:
         if self.peers:
-            self.sums.reduce_shared(self.roots, self.parts, torch.bfloat16)
+            self.sums.reduce_shared(self.roots, self.parts, torch.bfloat16, 1.0)
         else:
             self.sums.reduce(self.roots, self.parts)
 

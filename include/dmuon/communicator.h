@@ -49,6 +49,14 @@ struct OutgoingPlaces {
 [[nodiscard]] OutgoingPlaces outgoing_places(std::span<const SegmentSize> segments, int sender,
                                              std::int64_t element_bytes);
 
+/// Of `Communicator::reduce_shared`; the same on all ranks.
+struct SharedSum {
+  at::ScalarType sent = at::kFloat;
+  double divisor = 1.0;
+
+  bool operator==(const SharedSum&) const = default;
+};
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -70,10 +78,10 @@ class Communicator {
   /// Whether `reduce_shared` can send in one dtype and sum in another.
   [[nodiscard]] virtual bool sums_shared(at::ScalarType sent, at::ScalarType sum) const;
   /// `reduce` out of shared memory.  This rank's part of a segment of another root lies in its shared memory at
-  /// `outgoing_places`, in dtype `sent`, and the segment's buffer is a view of it; on the root the buffer has the dtype
-  /// of the sum, holds the root's own part, and takes v_0 + v_1 + ... in rank order, added in fp32 or wider.  The
-  /// shared memory may be written again when the Pending has been waited for.
-  [[nodiscard]] virtual Pending reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent);
+  /// `outgoing_places`, in dtype `how.sent`, and the segment's buffer is a view of it; on the root the buffer has the
+  /// dtype of the sum, holds the root's own part, and takes (v_0 + v_1 + ...) / `how.divisor`, added in rank order in
+  /// fp32 or wider.  The shared memory may be written again when the Pending has been waited for.
+  [[nodiscard]] virtual Pending reduce_shared(std::span<const OwnerSegment> segments, const SharedSum& how);
   /// Throws if an earlier call has failed, naming the peer.  Cheap; for places where nothing else would tell.
   virtual void check() const {}
 

@@ -14,6 +14,8 @@ from ._handles import Site, is_dedicated
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|blocks)\.\d+(?=\.|$)")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _LISTS = (nn.ParameterList, nn.ParameterDict)
+_SMALL = 1 << 16
+"""Elements.  A smaller elementwise parameter is not worth a group of its own: it would only hold up its neighbours'."""
 
 Predicate = Callable[[str, nn.Parameter], bool]
 BoundaryPredicate = Callable[[nn.Module], bool]
@@ -60,8 +62,10 @@ class Boundary:
     strict: bool = True
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
-    def find(self, parent: str) -> str:
-        """The hook module of a parameter held by module `parent`."""
+    def find(self, parent: str, small: bool = False) -> str:
+        """The hook module of a parameter held by module `parent`.  Without a predicate, small elementwise ones outside
+        layers belong to the root.
+        """
         chain = _ancestors(parent)
         if self.predicate is not None:
             for name in chain:
@@ -73,9 +77,9 @@ class Boundary:
                     f"{chain}, or pass hook_boundary_strict=False to hook the module itself"
                 )
             return parent
-        return self._by_structure(parent, chain)
+        return self._by_structure(parent, chain, small)
 
-    def _by_structure(self, parent: str, chain: list[str]) -> str:
+    def _by_structure(self, parent: str, chain: list[str], small: bool) -> str:
         if match := _LAYER.match(parent):
             return match.group(0)
         while isinstance(self.modules[chain[0]], _LISTS):  # it is never called
@@ -83,7 +87,8 @@ class Boundary:
         for name in reversed(chain[:-1]):  # outermost first: an entry of a ModuleList is a layer
             if isinstance(self.modules[name.rpartition(".")[0]], _CONTAINERS):
                 return name
-        return next((name for name in chain if isinstance(self.modules[name], nn.MultiheadAttention)), chain[0])
+        alone = "" if small else chain[0]
+        return next((name for name in chain if isinstance(self.modules[name], nn.MultiheadAttention)), alone)
 
     def common(self, names: list[str]) -> str:
         """The lowest module that contains all of them and can be called."""
@@ -179,7 +184,8 @@ def select(model: nn.Module, predicate: Predicate, elementwise: Predicate | None
     for matrix in found:
         _check(matrix)
         _check_modules(matrix)
-        boundaries = [boundary.find(name) for name in matrix.site_names]
+        small = matrix.elementwise and matrix.parameter.numel() < _SMALL
+        boundaries = [boundary.find(name, small) for name in matrix.site_names]
         matrix.boundary = boundaries[0] if len(set(boundaries)) == 1 else boundary.common(boundaries)
         matrix.layer = matrix.boundary
     return found

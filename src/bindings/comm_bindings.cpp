@@ -64,8 +64,8 @@ void reduce(const CommunicatorHandlePtr& self, const std::vector<int64_t>& roots
 }
 
 void reduce_shared(const CommunicatorHandlePtr& self, const std::vector<int64_t>& roots,
-                   const std::vector<at::Tensor>& buffers, at::ScalarType sent) {
-  self->communicator->reduce_shared(to_segments(roots, buffers), sent).wait();
+                   const std::vector<at::Tensor>& buffers, at::ScalarType sent, double divisor) {
+  self->communicator->reduce_shared(to_segments(roots, buffers), {sent, divisor}).wait();
 }
 
 std::optional<at::Tensor> share(const CommunicatorHandlePtr& self, bool for_sums, int64_t bytes) {

@@ -16,7 +16,7 @@ at::Tensor Communicator::share(Sharing /*purpose*/, std::int64_t /*bytes*/) { re
 
 bool Communicator::sums_shared(at::ScalarType /*sent*/, at::ScalarType /*sum*/) const { return false; }
 
-Pending Communicator::reduce_shared(std::span<const OwnerSegment> /*segments*/, at::ScalarType /*sent*/) {
+Pending Communicator::reduce_shared(std::span<const OwnerSegment> /*segments*/, const SharedSum& /*how*/) {
   TORCH_CHECK(false, "[dmuon.comm] this communicator shares no memory: call reduce");
 }
 

@@ -6,6 +6,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include <bit>
 #include <map>
 
 #include "comm/current_stream.h"
@@ -92,16 +93,17 @@ class PeerCopyCommunicator final : public Communicator {
     return finish(keep_alive(segments));
   }
 
-  Pending reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent) override {
+  Pending reduce_shared(std::span<const OwnerSegment> segments, const SharedSum& how) override {
     TORCH_CHECK(memory_.count(Sharing::kReduce) != 0, "[dmuon.comm] reduce_shared needs memory from share");
     const c10::DeviceGuard guard(device_);
+    const auto sent = how.sent;
     const auto places = find_outgoing(segments, sent);
-    begin("reduction", describe(segments, sent));
+    begin("reduction", describe(segments, how));
     auto parts = Parts(*this, segments, sent);
     links_->signal_and_wait(Moment::kReady);
     pull_parts(segments, places, parts);
     links_->signal(Moment::kDone);
-    add_up(segments, sent, parts);
+    add_up(segments, how, parts);
     links_->wait(Moment::kDone);
     auto tensors = keep_alive(segments);
     tensors.push_back(parts.memory);
@@ -175,17 +177,18 @@ class PeerCopyCommunicator final : public Communicator {
     }
   }
 
-  void add_up(std::span<const OwnerSegment> segments, at::ScalarType sent, const Parts& parts) const {
+  void add_up(std::span<const OwnerSegment> segments, const SharedSum& how, const Parts& parts) const {
     std::map<at::ScalarType, std::vector<kernels::SumSegment>> own;  // by dtype of the sum; one, as a rule
     for (size_t i = 0; i < segments.size(); ++i) {
       const auto& [root, buffer, unused] = segments[i];
       if (root != rank()) continue;
       own[buffer.scalar_type()].push_back(
-          {buffer.data_ptr(), parts.at_segment(i), parts.strides[i] / bytes_of(sent), buffer.numel()});
+          {buffer.data_ptr(), parts.at_segment(i), parts.strides[i] / bytes_of(how.sent), buffer.numel()});
     }
     for (const auto& [dtype, sums] : own) {
-      TORCH_CHECK(sums_shared(sent, dtype), "[dmuon.comm] cannot add up ", sent, " in ", dtype);
-      const kernels::SumArgs args{sums, *to_scalar(dtype), *to_scalar(sent), size(), rank()};
+      TORCH_CHECK(sums_shared(how.sent, dtype), "[dmuon.comm] cannot add up ", how.sent, " in ", dtype);
+      const kernels::SumArgs args{
+          sums, *to_scalar(dtype), *to_scalar(how.sent), size(), rank(), 1.0F / static_cast<float>(how.divisor)};
       const char* problem = kernels::sum_parts(args, current_stream(device_));
       TORCH_CHECK(problem == nullptr, "[dmuon.comm] a sum could not be queued: ", problem);
     }
@@ -197,14 +200,14 @@ class PeerCopyCommunicator final : public Communicator {
     TORCH_CHECK(problem == nullptr, "[dmuon.comm] a copy from a peer could not be queued: ", problem);
   }
 
-  // `sent`: of a sum.
+  // `sum`: of a reduce_shared.
   [[nodiscard]] static std::uint32_t describe(std::span<const OwnerSegment> segments,
-                                              std::optional<at::ScalarType> sent) {
+                                              const std::optional<SharedSum>& sum) {
     Description description;
-    description.add(sent.has_value() ? 1 : 0);
+    description.add(sum ? std::bit_cast<std::int64_t>(sum->divisor) : 0);
     for (const auto& [root, buffer, place] : segments) {
       description.add(root).add(buffer.numel()).add(place);
-      description.add(static_cast<std::int64_t>(sent.value_or(buffer.scalar_type())));
+      description.add(static_cast<std::int64_t>(sum ? sum->sent : buffer.scalar_type()));
     }
     return description.value();
   }

@@ -14,10 +14,10 @@ Pending RecordingCommunicator::reduce(std::span<const OwnerSegment> segments) {
   return inner_->reduce(segments);
 }
 
-Pending RecordingCommunicator::reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent) {
+Pending RecordingCommunicator::reduce_shared(std::span<const OwnerSegment> segments, const SharedSum& how) {
   ++stats_.reduce_calls;
   stats_.reduce_bytes += foreign_bytes(segments);
-  return inner_->reduce_shared(segments, sent);
+  return inner_->reduce_shared(segments, how);
 }
 
 Pending RecordingCommunicator::gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {

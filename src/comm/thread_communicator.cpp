@@ -19,7 +19,7 @@ struct Deposit {
   std::vector<at::Tensor> received;
   std::vector<std::vector<at::Tensor>> parts;
   std::string text;
-  at::ScalarType sent = at::kFloat;  // of a reduce_shared
+  SharedSum how;  // of a reduce_shared
 };
 
 // One collective: what every rank deposited, and whether the data has moved.
@@ -29,7 +29,7 @@ struct Call {
   std::vector<std::vector<at::Tensor>> received;            // [rank], of a gather
   std::vector<std::vector<std::vector<at::Tensor>>> parts;  // [rank], of a scatter
   std::vector<std::string> texts;                           // [rank]
-  std::vector<at::ScalarType> sent;                         // [rank]
+  std::vector<SharedSum> how;                               // [rank]
   int arrived = 0;
   bool done = false;
   std::string error;
@@ -44,7 +44,7 @@ at::Tensor piece_of(const at::Tensor& memory, std::int64_t place, std::int64_t n
 void reduce_shared(const Call& call, const Shared& shared) {
   std::vector<SegmentSize> sizes;
   for (const auto& segment : call.segments[0]) sizes.push_back({segment.root, segment.buffer.numel()});
-  const auto bytes = static_cast<std::int64_t>(at::elementSize(call.sent[0]));
+  const auto bytes = static_cast<std::int64_t>(at::elementSize(call.how[0].sent));
   std::vector<OutgoingPlaces> places;
   for (size_t rank = 0; rank < shared.size(); ++rank) {
     places.push_back(outgoing_places(sizes, static_cast<int>(rank), bytes));
@@ -54,12 +54,12 @@ void reduce_shared(const Call& call, const Shared& shared) {
     const auto& total = call.segments[root][i].buffer;
     const auto part = [&](size_t rank) {
       const auto mine =
-          rank == root ? total : piece_of(shared[rank], places[rank].places[i], sizes[i].numel, call.sent[0]);
+          rank == root ? total : piece_of(shared[rank], places[rank].places[i], sizes[i].numel, call.how[0].sent);
       return mine.to(at::promote_types(total.scalar_type(), at::kFloat), false, true);
     };
     auto sum = part(0);
     for (size_t rank = 1; rank < shared.size(); ++rank) sum.add_(part(rank));
-    total.copy_(sum);
+    total.copy_(sum.div_(call.how[0].divisor));
   }
 }
 
@@ -108,8 +108,8 @@ std::string mismatch(const Call& call) {
       }
     }
   }
-  const bool alike = std::adjacent_find(call.sent.begin(), call.sent.end(), std::not_equal_to<>()) == call.sent.end();
-  return alike ? "" : "ranks sent different dtypes";
+  const bool alike = std::adjacent_find(call.how.begin(), call.how.end(), std::not_equal_to<>()) == call.how.end();
+  return alike ? "" : "ranks sent different dtypes, or divide differently";
 }
 
 }  // namespace
@@ -130,7 +130,7 @@ class ThreadWorld {
       slot->received.resize(static_cast<size_t>(size_));
       slot->parts.resize(static_cast<size_t>(size_));
       slot->texts.resize(static_cast<size_t>(size_));
-      slot->sent.resize(static_cast<size_t>(size_), deposit.sent);
+      slot->how.resize(static_cast<size_t>(size_), deposit.how);
     }
     const auto call = slot;
     if (call->kind != kind) call->error = "ranks issued different collectives at the same place in the order";
@@ -138,7 +138,7 @@ class ThreadWorld {
     call->received[static_cast<size_t>(rank)] = std::move(deposit.received);
     call->parts[static_cast<size_t>(rank)] = std::move(deposit.parts);
     call->texts[static_cast<size_t>(rank)] = std::move(deposit.text);
-    call->sent[static_cast<size_t>(rank)] = deposit.sent;
+    call->how[static_cast<size_t>(rank)] = deposit.how;
     if (++call->arrived == size_) {
       complete(*call);
       calls_.erase(sequence);
@@ -228,8 +228,8 @@ class ThreadCommunicator final : public Communicator {
   bool sums_shared(at::ScalarType sent, at::ScalarType sum) const override {
     return shares_ && at::isFloatingType(sent) && at::isFloatingType(sum);
   }
-  Pending reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent) override {
-    return issue(CallKind::kReduceShared, segments, {}, {}, sent);
+  Pending reduce_shared(std::span<const OwnerSegment> segments, const SharedSum& how) override {
+    return issue(CallKind::kReduceShared, segments, {}, {}, how);
   }
 
   Pending gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) override {
@@ -245,14 +245,14 @@ class ThreadCommunicator final : public Communicator {
 
  private:
   std::vector<std::string> exchange_at(int64_t sequence, const std::string& text) {
-    const auto call = world_->arrive(sequence, rank_, CallKind::kExchange, {{}, {}, {}, text, at::kFloat});
+    const auto call = world_->arrive(sequence, rank_, CallKind::kExchange, {{}, {}, {}, text, {}});
     world_->wait(*call);
     return call->texts;
   }
 
   Pending issue(CallKind kind, std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received,
-                const std::vector<std::vector<at::Tensor>>& parts, at::ScalarType sent = at::kFloat) {
-    Deposit deposit{{}, received, parts, "", sent};
+                const std::vector<std::vector<at::Tensor>>& parts, const SharedSum& how = {}) {
+    Deposit deposit{{}, received, parts, "", how};
     std::vector<at::Tensor> keep_alive = received;
     for (const auto& tensors : parts) keep_alive.insert(keep_alive.end(), tensors.begin(), tensors.end());
     for (const auto& segment : segments) {

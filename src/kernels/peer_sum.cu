@@ -19,6 +19,7 @@ struct Batch {
   SumSegment segments[kMaxSegments];
   int ranks;
   int rank;
+  float factor;
 };
 
 __device__ float to_float(float x) { return x; }
@@ -78,6 +79,7 @@ __global__ void sum_kernel(const __grid_constant__ Batch batch) {
       }
       for (int j = 0; j < kVector; ++j) sum[j] = rank == 0 ? values[j] : sum[j] + values[j];
     }
+    for (float& value : sum) value *= batch.factor;
     save(total, i, count, sum);
   }
 }
@@ -111,6 +113,7 @@ cudaError_t launch(const SumArgs& args, std::span<const SumSegment> segments, cu
   Batch batch{};
   batch.ranks = args.ranks;
   batch.rank = args.rank;
+  batch.factor = args.factor;
   std::int64_t longest = 0;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     batch.segments[i] = segments[i];

@@ -24,10 +24,11 @@ struct SumArgs {
   Scalar sent = Scalar::kFloat;  ///< of the parts
   int ranks = 0;
   int rank = 0;
+  float factor = 1.0F;
 };
 
-/// total = v_0 + v_1 + ... in fp32, where v_rank is read from `total` itself, and rounded once.  The first addend is
-/// v_0, not zero, so a sum of negative zeros stays one.  Queues on `stream`.  nullptr, or CUDA's text.
+/// total = (v_0 + v_1 + ...) * factor in fp32, where v_rank is read from `total` itself, and rounded at the end.  The
+/// first addend is v_0, not zero, so a sum of negative zeros stays one.  Queues on `stream`.  nullptr, or CUDA's text.
 [[nodiscard]] const char* sum_parts(const SumArgs& args, cudaStream_t stream);
 
 /// Loads the kernels of this file: see load_signals.

@@ -5,16 +5,17 @@
 namespace dmuon::plan {
 namespace {
 
+// Of a symmetric product one triangle is computed.  Per step: X X^T (b s^2), Z (s^3) and Z X (2 b s^2).
 double standard_flops(double small, double big, int steps) {
-  return steps * (4 * big * small * small + 2 * small * small * small);
+  return steps * (3 * big * small * small + small * small * small);
 }
 
-// Per segment: X X^T and Q X (2 b s^2 each), and of the small products Z in every step, Q Z in every step but the
-// first, R Z and Z (R Z) in every step but the last: 4 steps - 3 of them, 2 s^3 each.
+// Per segment: X X^T and Q X (b s^2 and 2 b s^2), and of the small products Z in every step, Q Z in every step but the
+// first, R Z and Z (R Z) in every step but the last: 4 steps - 3 of them, s^3 each.
 double gram_flops(double small, double big, int steps) {
   const int segments = steps >= 3 ? 2 : 1;
   const int small_products = 4 * steps - 3 * segments;
-  return segments * 4 * big * small * small + small_products * 2 * small * small * small;
+  return segments * 3 * big * small * small + small_products * small * small * small;
 }
 
 }  // namespace

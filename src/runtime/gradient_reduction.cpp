@@ -60,6 +60,7 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
       path_(path),
       options_(options),
       ledger_(ledger),
+      divisor_(options.divide_factor / options.pre_divide_factor),
       sent_(path.outgoing.defined() && !group.kept_back ? path.sent : options.dtype) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;  // nothing here is differentiated: cheaper calls
@@ -77,12 +78,16 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
   if (path_.shard->size() > 1) {
     path_.shard_stream.wait_current();
     const StreamScope scope(path_.shard_stream);
-    shard_ = path_.outgoing.defined() ? path_.shard->reduce_shared(segments_, sent_) : path_.shard->reduce(segments_);
+    shard_ = path_.outgoing.defined() ? path_.shard->reduce_shared(segments_, {sent_, divide_early()})
+                                      : path_.shard->reduce(segments_);
   }
   if (!device.is_cpu()) begin_replicate();
 }
 
 GradientReduction::~GradientReduction() { ledger_.add(-others_bytes_ - column_bytes_); }
+
+// Who adds up all ranks' parts in a kernel of his own divides there too.
+double GradientReduction::divide_early() { return path_.replicate ? 1.0 : std::exchange(divisor_, 1.0); }
 
 // The outgoing memory is one for all reductions: this one's gradients follow when its last reader is done.
 void GradientReduction::wait_for_outgoing(c10::Device device) const {
@@ -230,8 +235,7 @@ void GradientReduction::deliver(const Share& share) const {
   if (!leaf.requires_grad()) return;  // frozen since the reduction began
   at::Tensor& grad = leaf.mutable_grad();
   auto mean = share.sum.to(leaf.scalar_type());
-  const double divisor = options_.divide_factor / options_.pre_divide_factor;
-  if (divisor != 1.0) mean.div_(divisor);
+  if (divisor_ != 1.0) mean.div_(divisor_);
   if (options_.reproducible) {
     grad = group_.trees[share.param->name()].add_to(grad, mean);
   } else {

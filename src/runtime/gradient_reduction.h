@@ -82,6 +82,7 @@ class GradientReduction {
   void pack(const Copies& copies) const;
   [[nodiscard]] std::int64_t received_bytes() const;
   void wait_for_outgoing(c10::Device device) const;
+  [[nodiscard]] double divide_early();
   void begin_replicate();
   void deliver(const Share& share) const;
   [[nodiscard]] bool peers() const { return path_.shard->size() > 1 || path_.replicate; }
@@ -90,6 +91,7 @@ class GradientReduction {
   const ReducePath& path_;
   ReduceOptions options_;
   MemoryLedger& ledger_;
+  double divisor_;                      ///< of what the communicators leave
   std::vector<OwnerSegment> segments_;  ///< stage 1, rooted at shard coordinates
   std::vector<OwnerSegment> column_;    ///< stage 2, rooted at replicate coordinates; buffers of their own
   at::Tensor others_;                   ///< one buffer for all other columns, unless they are in outgoing memory

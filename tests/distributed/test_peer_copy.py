@@ -101,19 +101,19 @@ def test_broadcast_without_a_place_goes_to_the_backend(mesh, rank):
     assert bool(buffer.eq(1).all())
 
 
-def expected_sum(values: list[torch.Tensor], own: int, total: torch.dtype) -> torch.Tensor:
+def expected_sum(values: list[torch.Tensor], own: int, total: torch.dtype, divisor: float) -> torch.Tensor:
     """In rank order; this rank's part has the dtype of the sum."""
     parts = [value.to(total).float() if r == own else value.float() for r, value in enumerate(values)]
     result = parts[0]
     for part in parts[1:]:
         result = result + part
-    return result.to(total)
+    return (result * (torch.tensor(1.0) / divisor)).to(total)
 
 
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_in_rank_order_in_fp32(mesh, rank, world_size, sent, total):
-    """Odd sizes, several segments a root, other values every call; negative zeros stay negative."""
+    """Odd sizes, several segments a root, other values and divisors every call; negative zeros stay negative."""
     sums = communicator(mesh)
     outgoing = sums.share(True, 1 << 20)
     roots = [0, 1, 0, world_size - 1, 1]
@@ -131,10 +131,11 @@ def test_sums_in_rank_order_in_fp32(mesh, rank, world_size, sent, total):
                 buffers.append(outgoing[places[i] : places[i] + mine.nbytes].view(sent).copy_(mine))
             else:
                 buffers.append(mine.to(total))
-        sums.reduce_shared(roots, buffers, sent)
+        divisor = 1.0 + call
+        sums.reduce_shared(roots, buffers, sent, divisor)
         for i, root in enumerate(roots):
             if root == rank:
-                expected = expected_sum([of_rank[i] for of_rank in values], rank, total)
+                expected = expected_sum([of_rank[i] for of_rank in values], rank, total, divisor)
                 assert torch.equal(buffers[i].cpu(), expected), f"segment {i} of call {call}"
                 assert torch.equal(torch.signbit(buffers[i].cpu()), torch.signbit(expected))
 

@@ -40,9 +40,9 @@ Pending DelayingCommunicator::reduce(std::span<const OwnerSegment> segments) {
   return arrive_late(inner_->reduce(segments));
 }
 
-Pending DelayingCommunicator::reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent) {
+Pending DelayingCommunicator::reduce_shared(std::span<const OwnerSegment> segments, const SharedSum& how) {
   stall();
-  return arrive_late(inner_->reduce_shared(segments, sent));
+  return arrive_late(inner_->reduce_shared(segments, how));
 }
 
 Pending DelayingCommunicator::gather(std::span<const OwnerSegment> segments, const std::vector<at::Tensor>& received) {

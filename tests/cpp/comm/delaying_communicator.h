@@ -18,7 +18,7 @@ class DelayingCommunicator final : public Communicator {
   int size() const override { return inner_->size(); }
   Pending broadcast(std::span<const OwnerSegment> segments) override;
   Pending reduce(std::span<const OwnerSegment> segments) override;
-  Pending reduce_shared(std::span<const OwnerSegment> segments, at::ScalarType sent) override;
+  Pending reduce_shared(std::span<const OwnerSegment> segments, const SharedSum& how) override;
   at::Tensor share(Sharing purpose, std::int64_t bytes) override { return inner_->share(purpose, bytes); }
   bool sums_shared(at::ScalarType sent, at::ScalarType sum) const override { return inner_->sums_shared(sent, sum); }
   void check() const override { inner_->check(); }

@@ -49,8 +49,8 @@ TEST(ReduceShared, AddsUpInRankOrderInTheDtypeOfTheSum) {
     EXPECT_FALSE(communicator.share(Sharing::kReduce, 4096).defined()) << "once a purpose";
     const std::vector<float> values{1.0F, 0x1p-9F, -0x1p-20F};  // lost in bf16 sums, and kept in fp32
     const auto segments = parts_of(communicator, memory, sizes, values);
-    communicator.reduce_shared(segments, at::kBFloat16).wait();
-    const float sum = (values[0] + values[1]) + values[2];
+    communicator.reduce_shared(segments, {.sent = at::kBFloat16, .divisor = 2.0}).wait();
+    const float sum = ((values[0] + values[1]) + values[2]) / 2.0F;
     std::int64_t sent = 0;
     for (const auto& segment : segments) {
       EXPECT_TRUE(segment.root != rank || segment.buffer.eq(sum).all().item<bool>());
@@ -68,7 +68,7 @@ TEST(ReduceShared, SumsOfNegativeZerosStayNegative) {
     const auto communicator = make_thread_communicator(world, rank, /*shares=*/true);
     const auto memory = communicator->share(Sharing::kReduce, 4096);
     const auto segments = parts_of(*communicator, memory, sizes, {-0.0F, -0.0F});
-    communicator->reduce_shared(segments, at::kBFloat16).wait();
+    communicator->reduce_shared(segments, {at::kBFloat16}).wait();
     EXPECT_TRUE(at::signbit(segments[static_cast<size_t>(rank)].buffer).all().item<bool>());
   });
 }
@@ -80,7 +80,7 @@ TEST(ReduceShared, RanksThatSendDifferentDtypesAreTold) {
                                   const auto communicator = make_thread_communicator(world, rank, /*shares=*/true);
                                   const auto memory = communicator->share(Sharing::kReduce, 4096);
                                   const auto segments = parts_of(*communicator, memory, {{0, 4}}, {1.0F, 1.0F});
-                                  communicator->reduce_shared(segments, rank == 0 ? at::kBFloat16 : at::kHalf).wait();
+                                  communicator->reduce_shared(segments, {rank == 0 ? at::kBFloat16 : at::kHalf}).wait();
                                 }),
               Each(HasSubstr("different dtypes")));
 }
@@ -101,7 +101,7 @@ TEST(Share, IsNothingForOtherCommunicators) {
   const auto communicator = make_thread_communicator(make_thread_world(1), 0);
   EXPECT_FALSE(communicator->share(Sharing::kBroadcast, 64).defined());
   EXPECT_FALSE(communicator->sums_shared(at::kFloat, at::kFloat));
-  EXPECT_THROW((void)communicator->reduce_shared({}, at::kFloat), std::exception);
+  EXPECT_THROW((void)communicator->reduce_shared({}, SharedSum{}), std::exception);
   communicator->check();
 }
 

@@ -7,24 +7,24 @@ namespace {
 
 TEST(CostModel, CountsStandardBelowAspect) {
   const CostModel cost;
-  EXPECT_DOUBLE_EQ(cost.flops(10, 10), 5 * (4 * 1000 + 2 * 1000));
-  EXPECT_DOUBLE_EQ(cost.flops(10, 12), 5 * (4 * 1200 + 2 * 1000));
+  EXPECT_DOUBLE_EQ(cost.flops(10, 10), 5 * (3 * 1000 + 1000));
+  EXPECT_DOUBLE_EQ(cost.flops(10, 12), 5 * (3 * 1200 + 1000));
 }
 
 TEST(CostModel, CountsGramWithOneRestart) {
   const CostModel cost;
-  EXPECT_DOUBLE_EQ(cost.flops(10, 13), 8 * 1300 + 28 * 1000);
-  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 8 * 4000 + 28 * 1000);
+  EXPECT_DOUBLE_EQ(cost.flops(10, 13), 6 * 1300 + 14 * 1000);
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 6 * 4000 + 14 * 1000);
 }
 
 TEST(CostModel, CountsGramForOtherStepCounts) {
   CostModel cost;
   cost.ns_steps = 3;  // segments of 2 and 1 steps: 5 and 1 products
-  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 8 * 4000 + 12 * 1000);
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 6 * 4000 + 6 * 1000);
   cost.ns_steps = 2;  // one segment
-  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 4 * 4000 + 10 * 1000);
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 3 * 4000 + 5 * 1000);
   cost.ns_steps = 1;
-  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 4 * 4000 + 2 * 1000);
+  EXPECT_DOUBLE_EQ(cost.flops(10, 40), 3 * 4000 + 1000);
 }
 
 TEST(CostModel, IgnoresOrientation) {
