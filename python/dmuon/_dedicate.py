@@ -17,6 +17,7 @@ from ._select import (
     BoundaryPredicate,
     Matrix,
     Predicate,
+    check_dtypes,
     group_by_boundary,
     master_dtype,
     names_inside,
@@ -61,7 +62,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
         owned whole by one rank, stepped there by AdamW.  `lambda name, p: True` takes all that are left: then
         fully_shard is not needed.
     owner_strategy: "lpt" (balanced by predicted optimizer time), "round_robin" or "rank0".
-    reproducible: gradients of dedicated matrices are summed in a fixed binary tree over micro-batches and global ranks,
+    reproducible: gradients of all of them are summed in a fixed binary tree over micro-batches and global ranks,
         so that 1x4, 2x2 and 4x1 meshes, and one rank with four micro-batches, give the same bits.  Owners receive every
         rank's gradient and add them themselves: slower, more memory.  With replicas the shard axis must have a power of
         two of ranks.
@@ -81,7 +82,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     gather = _communicator(mesh, "gather", device, comm=comm)
     replicate = None if replicate_mesh is None else _communicator(replicate_mesh, "replicate", device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
-    matrices, groups = _agree(gather, replicate, (model, predicate, elementwise, boundary))
+    matrices, groups = _agree(gather, replicate, (model, predicate, elementwise, boundary), policy.param_dtype)
     shape = (mesh.size(), 1 if replicate is None else replicate.size())
     plan = compute_balanced_assignment(
         [matrix.plan_input for matrix in matrices], *shape, owner_strategy=owner_strategy
@@ -196,6 +197,7 @@ def _agree(
     gather: torch.ScriptObject,
     replicate: torch.ScriptObject | None,
     selection: tuple[nn.Module, Predicate, Predicate | None, Boundary],
+    param_dtype: torch.dtype | None,
 ) -> tuple[list[Matrix], list[tuple[str, list[int]]]]:
     """Selects on this rank; then all ranks succeed, or all raise the same error."""
     matrices: list[Matrix] = []
@@ -204,6 +206,7 @@ def _agree(
     try:
         matrices = select(*selection)
         groups = group_by_boundary(matrices, selection[-1].modules)
+        check_dtypes(matrices, param_dtype)
     except Exception as error:
         cause = error
     message = "" if cause is None else str(cause) if isinstance(cause, ValueError) else repr(cause)

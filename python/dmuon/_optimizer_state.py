@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ._checkpoint import MODE, Rows, entries
-from ._handles import is_elementwise
+from ._handles import Dedication, is_elementwise
 
 MOMENTUM = "momentum_buffer"
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
@@ -88,20 +88,29 @@ def pack(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
 
 def _steps(optimizer: Any, where: dict[torch.Tensor, tuple[Rows, int]]) -> dict[torch.Tensor, torch.Tensor]:
     """AdamW's step counts of elementwise parameters, which their owners know, on every rank; collective."""
-    found: dict[torch.Tensor, torch.Tensor] = {}
+    steps = {p: optimizer._state[p]["step"] for p in filter(is_elementwise, where) if optimizer._state.get(p)}
+    if MODE.get() in ("shapes", "empty"):
+        return steps
     for dedication in optimizer.dedications:
-        mine = [
-            p for p, (rows, _) in where.items() if rows is dedication.rows and "step" in optimizer._state.get(p, {})
-        ]
-        if MODE.get() in ("shapes", "empty") or not mine:
-            found |= {p: optimizer._state[p]["step"] for p in mine}
-            continue
-        steps = torch.stack([optimizer._state[p]["step"].cpu() * (not p.is_meta) for p in mine])
-        steps = steps.to(dedication.unsharded[0].device)
-        dedication.all_reduce(steps, torch.distributed.ReduceOp.SUM)
-        at_home = dedication.unsharded[0].device if optimizer._adamw.defaults["fused"] else torch.device("cpu")
-        found |= {p: step.clone() for p, step in zip(mine, steps.to(at_home), strict=True)}
-    return found
+        mine = [p for p in steps if where[p][0] is dedication.rows]
+        fused = bool(optimizer._adamw.defaults["fused"]) if mine else False
+        steps |= zip(mine, _owners_values(dedication, [(p, steps[p]) for p in mine], fused), strict=True)
+    return steps
+
+
+def _owners_values(
+    dedication: Dedication, pairs: list[tuple[torch.Tensor, torch.Tensor]], on_device: bool
+) -> list[torch.Tensor]:
+    """Of (parameter, 0-d tensor that its owner has right): that tensor on every rank; collective unless empty."""
+    if not pairs:
+        return []
+    owned = [i for i, (p, _) in enumerate(pairs) if not p.is_meta]
+    sums = torch.zeros(len(pairs))
+    if owned:
+        sums[owned] = torch.stack([pairs[i][1] for i in owned]).to(sums)
+    sums = sums.to(dedication.unsharded[0].device)
+    dedication.all_reduce(sums, torch.distributed.ReduceOp.SUM)
+    return [value.clone() for value in (sums if on_device else sums.cpu())]
 
 
 def unpack(optimizer: Any, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[torch.Tensor, dict]] | None:

@@ -66,6 +66,7 @@ class MemoryReport:
     predicted_resident: int
     """Masters, momentum, published copies, and memory that peers read gradients from."""
     predicted_momentum: int
+    """And AdamW's moments of elementwise parameters."""
     predicted_forward_peak: int
     predicted_backward_peak: int
     live: int

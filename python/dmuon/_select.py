@@ -208,6 +208,21 @@ def group_by_boundary(matrices: list[Matrix], modules: dict[str, nn.Module]) -> 
     return [(name, members[name]) for name in names]
 
 
+def check_dtypes(matrices: list[Matrix], param_dtype: torch.dtype | None) -> None:
+    """All groups compute in one dtype, and all masters have one; ValueError naming two parameters that differ."""
+    first = matrices[0]
+    for other in matrices:
+        mine, theirs = (param_dtype or m.parameter.dtype for m in (first, other))
+        masters = [master_dtype(m.parameter.dtype) for m in (first, other)]
+        if mine != theirs or masters[0] != masters[1]:
+            raise ValueError(
+                f"parameter {first.name!r} has dtype {first.parameter.dtype}, {other.name!r} {other.parameter.dtype}; "
+                "one call dedicates parameters of one dtype. Name the dtype to compute with in "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=...) (fp64 mixes with no other), or leave one of them to "
+                "fully_shard"
+            )
+
+
 def names_inside(matrices: list[Matrix]) -> dict[str, str]:
     """Every module around a matrix (itself included), with the name of the first matrix inside."""
     inside: dict[str, str] = {}

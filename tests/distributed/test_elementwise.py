@@ -217,6 +217,41 @@ def test_grad_scaler(mesh, rank, world_size):
         reference.zero_grad()
 
 
+@pytest.mark.ranks(2, 3)
+def test_groups_of_parameters(mesh, rank, world_size):
+    """No weight decay and another rate for what is 1-D, on elementwise parameters as on FSDP2's; one is added later."""
+    model, _, reference = recipe_c().build(mesh)
+    matrices, vectors, rest = [], [], []
+    for n, p in reference.model.named_parameters():
+        (matrices if is_matrix(n, p) else vectors if p.ndim == 1 else rest).append(n)
+    ours, theirs = dict(model.named_parameters()), dict(reference.model.named_parameters())
+    settings = reference.settings
+    optimizer = dmuon.Muon(
+        model,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adamw_lr=settings.adamw_lr,
+        param_groups=[
+            {"params": [ours[n] for n in vectors], "adamw_lr": 3e-3, "adamw_weight_decay": 0.0, "name": "vectors"},
+            {"params": [ours[n] for n in matrices + rest]},
+        ],
+    )
+    reference.adamw = torch.optim.AdamW(
+        [
+            {"params": [theirs[n] for n in vectors], "lr": 3e-3, "weight_decay": 0.0},
+            {"params": [theirs[n] for n in rest], "lr": settings.adamw_lr, "weight_decay": 0.01},
+        ],
+        foreach=True,
+    )
+    assert [group["name"] for group in optimizer.param_groups] == ["vectors/adamw", "default/muon", "default/adamw"]
+    for step in range(3):
+        loss_of(model, batch(step, rank)).backward()
+        reference.backward([loss_of(reference, batch(step, r)) for r in range(world_size)], world_size)
+        step_and_align(mesh, model, optimizer, reference)
+    with pytest.raises(ValueError, match="in param_groups more than once"):
+        optimizer.add_param_group({"params": [ours["norm.weight"]]})
+
+
 class Piece(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()

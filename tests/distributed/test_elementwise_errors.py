@@ -6,6 +6,7 @@ import torch.nn as nn
 from elementwise import Transformer
 from reference import TinyModel, batch, is_matrix, loss_of
 from test_setup_errors import fails
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 
@@ -37,6 +38,20 @@ def test_not_floating(mesh):
 def test_another_dtype_than_the_matrices_of_the_layer(mesh):
     bad = with_parameter(nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
     fails(mesh, is_matrix, r"'layers\.0' have dtypes .*bfloat16 \(layers\.0\.extra\)", bad, elementwise=everything)
+
+
+def test_another_dtype_than_the_matrices(mesh):
+    """In a group of its own: it would be computed with in another dtype than its own."""
+    bad = TinyModel()
+    bad.head.to(torch.bfloat16)
+    match = r"'embedding\.weight' has dtype torch\.float32, 'head\.weight' torch\.bfloat16"
+    fails(mesh, is_matrix, match, bad, elementwise=everything)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    dmuon.dedicate_params(bad, mesh, is_matrix, mp_policy=policy, elementwise=everything)
+    assert {leaf.dtype for leaf in bad._dmuon.unsharded} == {torch.bfloat16}
+    bad = TinyModel()
+    bad.head.to(torch.float64)
+    fails(mesh, is_matrix, r"'head\.weight' torch\.float64", bad, elementwise=everything, mp_policy=policy)
 
 
 def test_predicates_that_differ_between_ranks(mesh, rank, world_size):
