@@ -17,7 +17,7 @@ namespace {
 // How long a host waits for a reduction before it offers its peers the next gather (wait_for_peers).
 constexpr auto kPatience = std::chrono::milliseconds(100);
 constexpr auto kShortestPause = std::chrono::microseconds(50);
-constexpr auto kLongestPause = std::chrono::microseconds(2000);
+constexpr auto kLongestPause = std::chrono::microseconds(200);
 
 void forget_dead(std::vector<c10::weak_intrusive_ptr<GroupUse>>& uses) {
   std::erase_if(uses, [](const auto& use) { return use.expired(); });

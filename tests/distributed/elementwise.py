@@ -50,6 +50,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = tokens.to(self.position.device)  # without FSDP2 nobody else does
         x = self.embedding(tokens) + self.position[:, : tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)

@@ -45,7 +45,7 @@ class TinyModel(nn.Module):
         self.head = nn.Linear(dim, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens.to(self.embedding.weight.device))  # FSDP2 does it, where there is one
         for layer in self.layers:
             x = layer(x)
         return self.head(x)

@@ -117,9 +117,9 @@ def test_async_equals_sync_bit_for_bit(mesh_2d, rank, dtype):
 
 
 def test_no_fully_shard_and_one_owner_each(mesh, world_size):
-    """Every parameter has one owner, and small ones travel with the group of their layer."""
+    """Every parameter has one owner, and small ones travel with the group of their layer or of the root."""
     model, optimizer, _ = recipe_c().build(mesh)
-    assert [group.name for group in model._dmuon.groups] == ["", "embedding", "layers.0", "layers.1", "norm", "head"]
+    assert [group.name for group in model._dmuon.groups] == ["", "layers.0", "layers.1"]
     assert len(dmuon.get_dedicated_params(model)) == len(list(model.parameters()))
     kinds = {param.name: param.elementwise for param in dmuon.get_dedicated_params(model)}
     assert kinds == {n: not is_matrix(n, p) for n, p in Transformer().named_parameters()}
@@ -132,12 +132,24 @@ def test_no_fully_shard_and_one_owner_each(mesh, world_size):
     assert sum(load[1] for load in loads) == sum(elements.values())
 
 
+def test_large_ones_have_groups_of_their_own(mesh):
+    model = Transformer()
+    model.embedding = nn.Embedding(8192, 8)
+    model.head = nn.Linear(8, 8193)
+    dmuon.dedicate_params(model.to(mesh.device_type), mesh, is_matrix, elementwise=lambda name, p: True)
+    groups = {group.name: {param.name for param in group.params} for group in model._dmuon.groups}
+    assert list(groups) == ["", "embedding", "layers.0", "layers.1", "head"]
+    assert groups[""] == {"position", "norm.weight", "norm.bias", "head.bias"}
+    assert groups["embedding"] == {"embedding.weight"} and groups["head"] == {"head.weight"}
+
+
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 @pytest.mark.parametrize("dtype", [None, BF16], ids=["fp32", "bf16"])
 def test_bytes_and_memory_are_those_of_the_formulas(mesh, rank, world_size, z3, dtype):
-    def make() -> TinyModel:  # no padding on the wire
+    def make() -> TinyModel:  # no padding on the wire, and large enough for groups of their own
         model = TinyModel(dim=32, hidden=64, layers=4)
-        model.head = nn.Linear(32, 61, bias=False)
+        model.embedding = nn.Embedding(4096, 32)
+        model.head = nn.Linear(32, 4096, bias=False)
         return model
 
     model, optimizer, _ = recipe_c(z3=z3, dtype=dtype, make=make).build(mesh)

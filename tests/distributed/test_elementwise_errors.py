@@ -42,15 +42,20 @@ def test_another_dtype_than_the_matrices_of_the_layer(mesh):
 
 def test_another_dtype_than_the_matrices(mesh):
     """In a group of its own: it would be computed with in another dtype than its own."""
-    bad = TinyModel()
-    bad.head.to(torch.bfloat16)
+
+    def with_head(dtype: torch.dtype) -> TinyModel:
+        model = TinyModel()
+        model.embedding = nn.Embedding(4096, 24)
+        model.head = nn.Linear(24, 4096, bias=False, dtype=dtype)
+        return model
+
+    bad = with_head(torch.bfloat16)
     match = r"'embedding\.weight' has dtype torch\.float32, 'head\.weight' torch\.bfloat16"
     fails(mesh, is_matrix, match, bad, elementwise=everything)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     dmuon.dedicate_params(bad, mesh, is_matrix, mp_policy=policy, elementwise=everything)
     assert {leaf.dtype for leaf in bad._dmuon.unsharded} == {torch.bfloat16}
-    bad = TinyModel()
-    bad.head.to(torch.float64)
+    bad = with_head(torch.float64)
     fails(mesh, is_matrix, r"'head\.weight' torch\.float64", bad, elementwise=everything, mp_policy=policy)
 
 
