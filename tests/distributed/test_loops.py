@@ -27,7 +27,7 @@ class LoopModel(TinyModel):
         super().__init__(dim=16, hidden=24, layers=4)
 
     def forward(self, tokens, order=(0, 1, 2, 3), nested=False, reentrant=None, contexts=None):
-        x = self.embedding(tokens)
+        x = self.embedding(tokens.to(self.embedding.weight.device))
         hidden = [x]
         extra = {"context_fn": contexts} if contexts else {}
         for index in order:
