@@ -3,12 +3,13 @@
     python bench/newton_schulz.py
     python bench/newton_schulz.py --shapes 1x1024x1024,16x2048x7168 --json result.json
 
-Five steps on bf16 Gaussian matrices.  `called` is back-to-back calls from Python, host time included; `graph` is the
-replay of a CUDA graph of the same call.  Engines take turns; a round is one sample of about `--sample-ms` of each
-engine, and the median over the rounds is printed.  `floor` is the time of the exact triangles of the cheaper algorithm
-at the rate of an 8192^3 product, measured right after the sweep: a chip that is hot runs slower.  `gns` is Gram
-Newton-Schulz with its quack kernels, where the package `gram_newton_schulz` is installed.  Before anything is timed,
-each engine's result is compared with the fp32 iteration of its own coefficients.
+Five steps on bf16 Gaussian matrices.  `eager` is the plain loop, `fused` the same with addmm.  `called` is back-to-back
+calls from Python, host time included; `graph` is the replay of a CUDA graph of the same call.  Engines take turns; a
+round is one sample of about `--sample-ms` of each engine, and the median over the rounds is printed.  `floor` is the
+time of the exact triangles of the cheaper algorithm at the rate of an 8192^3 product, measured right after the sweep:
+a chip that is hot runs slower.  `gns` is Gram Newton-Schulz with its quack kernels, where the package
+`gram_newton_schulz` is installed.  Before anything is timed, each engine's result is compared with the fp32 iteration
+of its own coefficients.
 """
 
 import argparse
@@ -35,6 +36,18 @@ def standard(x: torch.Tensor) -> torch.Tensor:
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def standard_fused(x: torch.Tensor) -> torch.Tensor:
+    """The same with the sums fused into cuBLAS's products."""
+    a, b, c = KELLER_JORDAN
+    add_product = torch.addmm if len(x) == 1 else torch.baddbmm
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x[0] if len(x) == 1 else x
+    for _ in range(5):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
@@ -91,6 +104,7 @@ def engines_for(x: torch.Tensor) -> list[Engine]:
         Engine("compiled called", lambda: compiled(x)),
         Engine("eager called", lambda: standard(x)),
         Engine("eager graph", graphed(lambda: standard(x))),
+        Engine("fused graph", graphed(lambda: standard_fused(x))),
     ]
     try:
         from gram_newton_schulz import GramNewtonSchulz
