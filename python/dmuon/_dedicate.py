@@ -57,7 +57,8 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
         cast_forward_inputs, output_dtype: as in FSDP2, at the hook modules.  compute_dtype is short for param_dtype.
     hook_boundary_predicate: picks, for each parameter, the lowest module around it (itself included) that triggers
         communication; if none is found, an error, or with hook_boundary_strict=False the module itself.  Default:
-        `layers.N` and `blocks.N`, then entries of module lists, then the module itself.
+        `layers.N` and `blocks.N`, then entries of module lists, then the module itself; the root for small elementwise
+        parameters outside of these.
     elementwise: of the parameters that `predicate` leaves, those for which it is true are dedicated too: of any shape,
         owned whole by one rank, stepped there by AdamW.  `lambda name, p: True` takes all that are left: then
         fully_shard is not needed.
@@ -83,10 +84,9 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     replicate = None if replicate_mesh is None else _communicator(replicate_mesh, "replicate", device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
     matrices, groups = _agree(gather, replicate, (model, predicate, elementwise, boundary), policy.param_dtype)
+    inputs = [matrix.plan_input for matrix in matrices]
     shape = (mesh.size(), 1 if replicate is None else replicate.size())
-    plan = compute_balanced_assignment(
-        [matrix.plan_input for matrix in matrices], *shape, owner_strategy=owner_strategy
-    )
+    plan = compute_balanced_assignment(inputs, *shape, owner_strategy=owner_strategy)
 
     _take_first_ranks_values([gather, replicate], model, device)
     of_sums = _comm_of_sums(comm, reproducible, policy, matrices)
@@ -98,13 +98,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     comms = (gather, reduce, replicate)
     runtime = torch.classes.dmuon.Runtime(plan, registered, unsharded, groups, comms, device, options)
 
-    one_dimensional = replicate_mesh is None
-    params = [
-        DedicatedParam(handle, parameter, one_dimensional, matrix.elementwise)
-        for handle, parameter, matrix in zip(runtime.params(), registered, matrices, strict=True)
-    ]
-    by_index = [[params[i] for i in members] for _, members in groups]
-    handles = [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
+    params, handles = _make_handles(runtime, registered, matrices, groups, replicate_mesh is None)
     dedication = Dedication(runtime, plan, comms, _process_groups(mesh, replicate_mesh), params, handles, unsharded)
     dedication.rows = Rows(dedication, mesh, replicate_mesh)
     _install(model, dedication, matrices, [boundary.modules[name] for name, _ in groups], policy.output_dtype)
@@ -242,6 +236,21 @@ def _make_parameters(
         empty = torch.empty(0, dtype=dtype or original.dtype, device=device)
         unsharded.append(nn.Parameter(empty, requires_grad=original.requires_grad))
     return registered, unsharded
+
+
+def _make_handles(
+    runtime: torch.ScriptObject,
+    registered: list[nn.Parameter],
+    matrices: list[Matrix],
+    groups: list[tuple[str, list[int]]],
+    one_dimensional: bool,
+) -> tuple[list[DedicatedParam], list[DedicatedParamGroup]]:
+    params = [
+        DedicatedParam(handle, parameter, one_dimensional, matrix.elementwise)
+        for handle, parameter, matrix in zip(runtime.params(), registered, matrices, strict=True)
+    ]
+    by_index = [[params[i] for i in members] for _, members in groups]
+    return params, [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
 
 
 def _install(
