@@ -1,18 +1,14 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <type_traits>
 
 #include "kernels/launch.cuh"
 #include "kernels/matrix_passes.h"
+#include "kernels/vectors.cuh"
 
 namespace dmuon::kernels {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kVector = 4;         // elements a thread takes at a time
 constexpr int kMaxBlocks = 512;    // blocks, and so partial sums, per matrix
 constexpr int kMaxMatrices = 128;  // passed by value in one launch
 constexpr std::int64_t kPerBlock = std::int64_t{kThreads} * kVector * 4;
@@ -48,35 +44,6 @@ __device__ const Entry& entry_of_block(const Batch& batch) {
     (batch.entries[middle].first_block <= static_cast<int>(blockIdx.x) ? low : high) = middle;
   }
   return batch.entries[low];
-}
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <class T>
-__device__ T from_float(float x);
-template <>
-__device__ float from_float(float x) {
-  return x;
-}
-template <>
-__device__ __half from_float(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __nv_bfloat16 from_float(float x) {
-  return __float2bfloat16_rn(x);
-}
-
-template <class T>
-struct alignas(kVector * sizeof(T)) Vector {
-  T values[kVector];
-};
-
-template <class T>
-__device__ bool is_aligned(const T* pointer) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Vector<T>) == 0;
 }
 
 // Elements [i, i + 4) of a contiguous array, zero past the end.  The values do not depend on the alignment.

@@ -1,16 +1,12 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
 
 #include "kernels/peer_sum.h"
+#include "kernels/vectors.cuh"
 
 namespace dmuon::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 4;        // elements a thread takes at a time
 constexpr int kMaxSegments = 64;  // passed by value in one launch
 constexpr int kMaxBlocks = 1024;  // of one segment
 constexpr std::int64_t kPerBlock = std::int64_t{kThreads} * kVector;
@@ -21,23 +17,6 @@ struct Batch {
   int rank;
   float factor;
 };
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ void from_float(float x, float& y) { y = x; }
-__device__ void from_float(float x, __half& y) { y = __float2half_rn(x); }
-__device__ void from_float(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
-
-template <class T>
-struct alignas(kVector * sizeof(T)) Vector {
-  T values[kVector];
-};
-
-template <class T>
-__device__ bool is_aligned(const T* pointer) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Vector<T>) == 0;
-}
 
 // Elements [i, i + count) of x, count at most four.
 template <class T>
@@ -54,11 +33,11 @@ template <class T>
 __device__ void save(T* x, std::int64_t i, int count, const float (&values)[kVector]) {
   if (count == kVector && is_aligned(x + i)) {
     Vector<T> packed;
-    for (int j = 0; j < kVector; ++j) from_float(values[j], packed.values[j]);
+    for (int j = 0; j < kVector; ++j) packed.values[j] = from_float<T>(values[j]);
     *reinterpret_cast<Vector<T>*>(x + i) = packed;
     return;
   }
-  for (int j = 0; j < count; ++j) from_float(values[j], x[i + j]);
+  for (int j = 0; j < count; ++j) x[i + j] = from_float<T>(values[j]);
 }
 
 template <class Sum, class Sent>

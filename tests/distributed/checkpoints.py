@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from plain_model import OddModel
-from reference import VOCAB, MuonSettings
+from reference import VOCAB, MuonSettings, is_matrix
 from setup import Setup
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +25,18 @@ def samples(step: int) -> torch.Tensor:
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
+
+
+Named = dict[str, nn.Parameter]
+
+
+def plain_optimizers(plain: nn.Module) -> tuple[Named, Named, list[torch.optim.Optimizer]]:
+    """The trainable matrices and the rest, and torch's own Muon and AdamW over them."""
+    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    matrices = {n: p for n, p in trained.items() if is_matrix(n, p)}
+    rest = {n: p for n, p in trained.items() if n not in matrices}
+    muon = torch.optim.Muon(matrices.items(), lr=0.01, momentum=0.9, weight_decay=0.0)
+    return matrices, rest, [muon, torch.optim.AdamW(rest.items(), lr=1e-3)]
 
 
 def part_of(mesh: DeviceMesh) -> tuple[int, int]:

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoints import OddModel, Run, assert_equal, loss_of, samples, whole
-from reference import is_matrix
+from checkpoints import OddModel, Run, assert_equal, loss_of, plain_optimizers, samples, whole
 from setup import Setup
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -183,13 +182,7 @@ def test_torchs_muon_hands_over_its_momentum(mesh, folder, rank):
     """torch.optim.Muon keeps a mean of gradients, dmuon a sum: the next step has the same direction after scaling."""
     torch.manual_seed(0)
     plain = OddModel()
-    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    matrices = {n: p for n, p in trained.items() if is_matrix(n, p)}
-    rest = {n: p for n, p in trained.items() if n not in matrices}
-    optimizers = [
-        torch.optim.Muon(matrices.items(), lr=0.01, momentum=0.9, weight_decay=0.0),
-        torch.optim.AdamW(rest.items(), lr=1e-3),
-    ]
+    matrices, rest, optimizers = plain_optimizers(plain)
     sums = train_in_plain_torch(plain, optimizers, matrices)
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     run = Run(mesh, seed=1)

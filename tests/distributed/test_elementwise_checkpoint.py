@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import Run, assert_close, assert_equal, loss_of, samples, whole
+from checkpoints import Run, assert_close, assert_equal, loss_of, plain_optimizers, samples, whole
 from elementwise import Transformer
 from plain_model import OddModel
-from reference import VOCAB, MuonSettings, Reference, is_matrix
+from reference import VOCAB
 from setup import Setup, check_invariants
-from test_checkpoint_meshes import NAMES, STEPS, group_of, meshes  # noqa: F401 (a fixture)
+from test_checkpoint_meshes import NAMES, STEPS, group_of, meshes, one_process  # noqa: F401 (fixtures)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -113,15 +113,9 @@ def test_between_recipes(mesh, folder, source, target, dtype):
 
 
 @pytest.mark.ranks(4)
-def test_save_on_n_load_on_m(meshes, folder):  # noqa: F811
+def test_save_on_n_load_on_m(meshes, folder, one_process):  # noqa: F811
     """On 1 to 4 ranks, 2x2 and 1x4: the saved bits, and then one process in plain torch."""
-    torch.manual_seed(0)
-    reference = Reference(OddModel(), MuonSettings())
-    for step in range(2 * STEPS):
-        reference.backward([loss_of(reference, samples(step))], 1)
-        reference.step()
-        reference.zero_grad()
-    weights = {name: value.detach() for name, value in reference.model.named_parameters()}
+    weights, _ = one_process
     saved: dict[str, dict] = {}
     for name in NAMES:
         if meshes[name] is not None:
@@ -147,13 +141,7 @@ def test_from_and_to_plain_torch(mesh, folder):
     """torch.optim.Muon's and AdamW's states as whole tensors; a full state dict; safetensors."""
     torch.manual_seed(0)
     plain = OddModel()
-    trained = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    matrices = {n: p for n, p in trained.items() if is_matrix(n, p)}
-    rest = {n: p for n, p in trained.items() if n not in matrices}
-    optimizers = [
-        torch.optim.Muon(matrices.items(), lr=0.01, momentum=0.9, weight_decay=0.0),
-        torch.optim.AdamW(rest.items(), lr=1e-3),
-    ]
+    matrices, rest, optimizers = plain_optimizers(plain)
     for step in range(2):
         loss_of(plain, samples(step)).backward()
         for optimizer in optimizers:
