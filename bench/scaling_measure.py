@@ -75,7 +75,7 @@ def count_wire(contender: Contender, shape: Shape, batch: Batch) -> dict[str, di
     counted = (stats.broadcast_bytes, stats.reduce_bytes, stats.replicate_reduce_bytes, stats.publish_bytes)
     totals = [sum(values) for values in zip(*by_rank(counted), strict=True)]
     # A library without copies from peers does not have the question.
-    copies = getattr(contender.model._dmuon.comms[1], "copies_from_peers", lambda: False)()
+    copies = contender.model._dmuon.comms[1].copies_from_peers()
     elements = sum(param.parameter.numel() for param in dmuon.get_dedicated_params(contender.model))
     gathers = GATHERS[contender.name.split("_")[1]]
     formula = owned_bytes(shape, elements, gathers, COMPUTE_BYTES if copies else REDUCE_BYTES)
