@@ -74,7 +74,6 @@ def count_wire(contender: Contender, shape: Shape, batch: Batch) -> dict[str, di
     stats = dmuon.comm_stats(contender.model)
     counted = (stats.broadcast_bytes, stats.reduce_bytes, stats.replicate_reduce_bytes, stats.publish_bytes)
     totals = [sum(values) for values in zip(*by_rank(counted), strict=True)]
-    # A library without copies from peers does not have the question.
     copies = contender.model._dmuon.comms[1].copies_from_peers()
     elements = sum(param.parameter.numel() for param in dmuon.get_dedicated_params(contender.model))
     gathers = GATHERS[contender.name.split("_")[1]]
