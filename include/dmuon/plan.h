@@ -57,7 +57,7 @@ enum class OwnerStrategy { kLpt, kRoundRobin, kRank0 };
 struct CostModel {
   double flops_per_second = 600e12;
   double bytes_per_second = 4.0e12;
-  double seconds_per_matrix = 5e-6;
+  double seconds_per_matrix = 10e-6;
   double elementwise_bytes = 32.0;  ///< bytes moved per element by momentum, normalisation, casts and the update
   double adamw_bytes = 28.0;        ///< likewise by AdamW, fused: reads four fp32 values and writes three
   int ns_steps = 5;
