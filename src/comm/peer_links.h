@@ -24,7 +24,6 @@ class PeerMemory {
   [[nodiscard]] std::string map(Communicator& inner, c10::Device device, std::size_t bytes);
 
   [[nodiscard]] std::uint8_t* of(int rank) const { return bases_.at(static_cast<size_t>(rank)); }
-  [[nodiscard]] bool mapped() const { return !bases_.empty(); }
   /// This rank's part, [bytes], alive for as long as the tensor.
   [[nodiscard]] at::Tensor own(c10::Device device, std::int64_t bytes) const;
 

@@ -50,13 +50,6 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes) {
 
 }  // namespace
 
-ExportedMemory::ExportedMemory(ExportedMemory&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
-
-ExportedMemory& ExportedMemory::operator=(ExportedMemory&& other) noexcept {
-  std::swap(data_, other.data_);
-  return *this;
-}
-
 ExportedMemory::~ExportedMemory() {
   if (data_ != nullptr) static_cast<void>(text_of(cudaFree(data_)));
 }

@@ -14,8 +14,8 @@ namespace dmuon::kernels {
 class ExportedMemory {
  public:
   ExportedMemory() = default;
-  ExportedMemory(ExportedMemory&& other) noexcept;
-  ExportedMemory& operator=(ExportedMemory&& other) noexcept;
+  ExportedMemory(const ExportedMemory&) = delete;
+  ExportedMemory& operator=(const ExportedMemory&) = delete;
   ~ExportedMemory();  ///< waits for the device; a peer that has it mapped must not use it any more
 
   /// At least `bytes`, all zero.

@@ -1,6 +1,6 @@
 // Newton-Schulz of whole lists of matrices on Hopper GPUs, with the momentum before and the update after it fused in.
 //
-// A list is cut into parts of at most kMaxPartElements elements, which bounds the workspace; a part is three
+// A list is cut into parts of at most kMaxPartElements elements, which bounds the workspace; a part is up to three
 // elementwise launches and one of the tile-product kernel, which holds all its products.  Work lists are made once for
 // a list of shapes and kept in device memory.  The work queues on the current stream of the matrices' device and never
 // synchronises; the first time a list, or a new place of the workspace, is seen the host waits for a small copy.  May

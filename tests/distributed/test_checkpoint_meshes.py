@@ -57,17 +57,23 @@ def one_process() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return {name: value.detach() for name, value in reference.model.named_parameters()}, reference.momentum
 
 
-def test_save_on_n_load_on_m(meshes, folder, one_process):
-    """What is loaded has the bits of what was saved, and training goes on as one process does it."""
+def save_on_each(meshes, folder, **options) -> dict[str, dict]:
+    """A trained run on every mesh, saved under its name; what was saved, on all ranks."""
     saved: dict[str, dict] = {}
     for name in NAMES:
         if meshes[name] is not None:
-            run = Run(meshes[name]).train(range(STEPS))
+            run = Run(meshes[name], **options).train(range(STEPS))
             dcp.save(run.state(), checkpoint_id=folder / name, process_group=group_of(meshes[name]))
             saved[name] = run.values()
         everybody = [saved.get(name)]
         dist.broadcast_object_list(everybody, src=0)
         saved[name] = everybody[0]
+    return saved
+
+
+def test_save_on_n_load_on_m(meshes, folder, one_process):
+    """What is loaded has the bits of what was saved, and training goes on as one process does it."""
+    saved = save_on_each(meshes, folder)
     for source, target in itertools.product(NAMES, NAMES):
         mesh = meshes[target]
         if mesh is None:

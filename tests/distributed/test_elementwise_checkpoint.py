@@ -12,7 +12,7 @@ from elementwise import Transformer
 from plain_model import OddModel
 from reference import VOCAB
 from setup import Setup, check_invariants
-from test_checkpoint_meshes import NAMES, STEPS, group_of, meshes, one_process  # noqa: F401 (fixtures)
+from test_checkpoint_meshes import NAMES, STEPS, group_of, meshes, one_process, save_on_each  # noqa: F401 (fixtures)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -116,15 +116,7 @@ def test_between_recipes(mesh, folder, source, target, dtype):
 def test_save_on_n_load_on_m(meshes, folder, one_process):  # noqa: F811
     """On 1 to 4 ranks, 2x2 and 1x4: the saved bits, and then one process in plain torch."""
     weights, _ = one_process
-    saved: dict[str, dict] = {}
-    for name in NAMES:
-        if meshes[name] is not None:
-            run = Run(meshes[name], setup=recipe("c")).train(range(STEPS))
-            dcp.save(run.state(), checkpoint_id=folder / name, process_group=group_of(meshes[name]))
-            saved[name] = run.values()
-        everybody = [saved.get(name)]
-        dist.broadcast_object_list(everybody, src=0)
-        saved[name] = everybody[0]
+    saved = save_on_each(meshes, folder, setup=recipe("c"))
     for source, target in itertools.product(NAMES, NAMES):
         if meshes[target] is None:
             continue
