@@ -28,6 +28,7 @@ def checks(fix: bool) -> dict[str, list[str]]:
         "ruff check": [ruff, "check", "--quiet", *(["--fix"] if fix else []), "."],
         "arrows": [sys.executable, "tools/check_arrows.py"],
         "sizes": [sys.executable, "tools/check_sizes.py"],
+        "docs": [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"],  # dead links and anchors fail
     }
 
 
