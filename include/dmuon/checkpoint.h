@@ -23,18 +23,6 @@ namespace dmuon {
 /// Raised when a checkpoint is laid out so that older versions would misread it.  Versions up to this one are read.
 inline constexpr std::int64_t kCheckpointVersion = 1;
 
-/// Rows [begin, end) of a matrix.
-struct RowRange {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-
-  [[nodiscard]] std::int64_t count() const { return end - begin; }
-};
-
-/// Part `part` of `rows` rows over `parts` ranks, by DTensor's rule for Shard(0): parts of ceil(rows / parts) rows, the
-/// last of them shorter, and nothing for the ranks after it.
-[[nodiscard]] RowRange row_range(std::int64_t rows, int parts, int part);
-
 /// The communicators of a model's ranks; `replicate` is null without a replicate mesh.
 struct CheckpointAxes {
   CommunicatorPtr shard;

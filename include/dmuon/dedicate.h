@@ -18,13 +18,15 @@ namespace dmuon {
 struct HookModule {
   std::string name;  ///< qualified; "outer" encloses "outer.inner", and "" encloses all
   std::vector<std::pair<std::string, at::Tensor>> matrices;  ///< qualified name and weight: floating 2-D leaf
-  /// Likewise, of any shape with at least one dimension: owned whole like a matrix, for an optimizer like AdamW.
+  /// Likewise, of any shape with at least one dimension, for an optimizer like AdamW: a small one is owned whole like a
+  /// matrix, a large one is cut by rows, each part one of `runtime->params()` (`embed.weight[0:500]`).
   std::vector<std::pair<std::string, at::Tensor>> elementwise{};
 };
 
 struct DedicateOptions {
   RuntimeOptions runtime{};
   plan::PlanOptions plan{};
+  std::int64_t cut_elements = plan::kCutElements;  ///< from which on an elementwise weight is large
 };
 
 /// Sets `exit_order` from the names of `groups`, which are in module order: a module's forward ends after those of the

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,16 +23,25 @@ struct PackedMatrix {
   Kind kind = Kind::kMatrix;
 };
 
-/// A contiguous run of one owner's matrices inside a group.
+/// Where a part of a parameter that is cut by rows belongs in the whole.
+struct PartOfWhole {
+  int parameter = 0;             ///< index into Plan::matrices of its first part: the same for all parts of one
+  std::int64_t start = 0;        ///< elements of the whole before this part
+  std::int64_t whole_numel = 0;  ///< elements of the whole
+};
+
+/// A contiguous run of one owner's matrices inside a group, or one part of a parameter that is cut by rows.
 struct Segment {
   Slot owner;
   std::vector<PackedMatrix> matrices;
   std::int64_t numel = 0;        ///< elements including alignment
   std::int64_t payload = 0;      ///< elements without alignment
   std::int64_t elementwise = 0;  ///< of the payload, elements of elementwise parameters
+  std::optional<PartOfWhole> part{};
 };
 
-/// Segments of one group, ordered by owner (shard, then replicate: a column is contiguous): the same on every rank.
+/// Segments of one group, ordered by owner (shard, then replicate: a column is contiguous), parts after the rest: the
+/// same on every rank.
 struct GroupLayout {
   std::vector<Segment> segments;
 
@@ -42,6 +52,16 @@ struct GroupLayout {
 /// `members`: indices into plan.matrices, in module order; the order inside a segment follows it.
 /// Throws std::invalid_argument if an index is out of range or appears twice.
 [[nodiscard]] GroupLayout make_group_layout(const Plan& plan, std::span<const int> members);
+
+/// Where a gather puts things together.
+struct GatherPlaces {
+  std::vector<std::int64_t> offsets;  ///< [segments] elements; -1 for what shard coordinate `shard` sends itself
+  std::int64_t numel = 0;
+};
+
+/// The gather buffer of shard coordinate `shard`: the segments of all others as they are; every parameter that is cut
+/// by rows in one piece, its own rows too.
+[[nodiscard]] GatherPlaces gather_places(const GroupLayout& layout, int shard);
 
 /// The same owners and order, with only the matrices for which `keep[PackedMatrix::matrix]` is true, packed anew;
 /// owners left without a matrix have no segment.

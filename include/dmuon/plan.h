@@ -18,6 +18,33 @@ inline constexpr std::int64_t kSmallParamThreshold = 5'000'000;
 /// What an owner does with a parameter: Muon on a whole matrix, or AdamW, element by element, on one of any shape.
 enum class Kind { kMatrix, kElementwise };
 
+/// One place that can own a matrix.
+struct Slot {
+  int shard = 0;
+  int replicate = 0;
+
+  auto operator<=>(const Slot&) const = default;
+};
+
+/// `count()` rows from `begin` on.
+struct RowRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+
+  [[nodiscard]] std::int64_t count() const { return end - begin; }
+};
+
+/// Part `part` of `rows` rows over `parts` ranks, by DTensor's rule for Shard(0): parts of ceil(rows / parts) rows, the
+/// last of them shorter, and nothing for the ranks after it.  Throws std::invalid_argument for a part that is not.
+[[nodiscard]] RowRange row_range(std::int64_t rows, int parts, int part);
+
+/// Which rows of a whole parameter a part of it has, and who owns them.
+struct Part {
+  std::int64_t first = 0;
+  std::int64_t total = 0;  ///< rows of the whole parameter
+  Slot owner;
+};
+
 /// One parameter selected for dedicated ownership, logically `rows x cols`: of an elementwise one the first dimension
 /// and the product of the others.
 struct Matrix {
@@ -26,6 +53,7 @@ struct Matrix {
   std::int64_t cols = 0;
   std::string layer;  ///< matrices with equal keys belong to one layer; "" means a layer of its own
   Kind kind = Kind::kMatrix;
+  std::optional<Part> part{};  ///< set by cut_by_rows: these are only some rows of a parameter
 
   [[nodiscard]] std::int64_t numel() const { return rows * cols; }
 };
@@ -38,13 +66,14 @@ struct MeshShape {
   [[nodiscard]] int slots() const { return shard * replicate; }
 };
 
-/// One place that can own a matrix.
-struct Slot {
-  int shard = 0;
-  int replicate = 0;
+/// Elements from which on an elementwise parameter is cut by rows over all slots.
+inline constexpr std::int64_t kCutElements = std::int64_t{1} << 22;
 
-  auto operator<=>(const Slot&) const = default;
-};
+/// The parts of `whole`, in row order: one for each slot that gets rows.  As DTensor cuts by Shard(0) over the
+/// replicate axis and then by Shard(0) over the shard axis.  `whole` itself if it is a matrix, has less than
+/// `least_elements`, has less rows than there are slots, or if there is one slot.
+[[nodiscard]] std::vector<Matrix> cut_by_rows(const Matrix& whole, MeshShape mesh,
+                                              std::int64_t least_elements = kCutElements);
 
 enum class OwnerStrategy { kLpt, kRoundRobin, kRank0 };
 
@@ -114,8 +143,9 @@ struct Plan {
 /// bounded local search of moves and swaps.  Units of one layer go to distinct shard coordinates while balance allows;
 /// where that misses the target, plain LPT is tried too and the better plan taken, so without a cap the largest load is
 /// within Graham's bound (1969), 4/3 - 1/(3 slots) of the optimum.  Ties break by bytes, then by input order and slot
-/// index.  Throws std::invalid_argument (with the name of the matrix or option) for an empty list, a duplicate name, a
-/// size or mesh axis below 1, a senseless option, or a cap that cannot be met.
+/// index.  Parts that cut_by_rows made stay with their owners, consecutive as it gave them, and count as load.
+/// Throws std::invalid_argument (with the name of the matrix or option) for an empty list, a duplicate name, a size or
+/// mesh axis below 1, a part outside the mesh, a senseless option, or a cap that cannot be met.
 /// O(P log P) plus the bounded search; 100 k matrices on 1024 slots take under 100 ms.
 [[nodiscard]] Plan compute_balanced_assignment(std::vector<Matrix> matrices, MeshShape mesh,
                                                const PlanOptions& options = {});

@@ -85,6 +85,8 @@ class Runtime : public torch::CustomClassHolder {
   void materialize();
   /// The module's registered parameter was replaced (`to_empty`, `to`): takes its values at the next `materialize`.
   void rebind(int matrix, at::Tensor registered);
+  /// Likewise for what users see of a parameter that is cut by rows; `matrix`: any of its parts.
+  void reshow(int matrix, const at::Tensor& sharded);
 
   void set_requires_gradient_sync(bool enabled, std::optional<int> group = std::nullopt);
   [[nodiscard]] bool requires_gradient_sync(int group) const { return sync_groups_.at(static_cast<size_t>(group)); }
@@ -139,6 +141,7 @@ class Runtime : public torch::CustomClassHolder {
   void check_inputs(const std::vector<GroupSpec>& groups) const;
   void share_memory();
   void check_peers() const;
+  void check_devices(const DedicatedParamGroup& group, const std::vector<at::Tensor>& inputs) const;
   void gather(DedicatedParamGroup& group, Source source);
   void gather_again(DedicatedParamGroup& group, Source source);
   bool issue_next_forward_gather();

@@ -5,15 +5,17 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 import torch.nn as nn
 
+from ._cut import PlanRows
 from ._handles import DedicatedParam
 
-Owner = int | tuple[int, int]
+Owner = int | tuple[int, int] | None
 
 
 class Assignment(Mapping[nn.Parameter, Owner]):
     """Read-only mapping from each dedicated parameter (the one `model.parameters()` gives) to its owner.
 
-    The owner is the shard coordinate, or (shard, replicate) with a replicate mesh.  Prints as a table.
+    The owner is the shard coordinate, or (shard, replicate) with a replicate mesh; None where every rank owns rows.
+    Prints as a table.
     """
 
     def __init__(self, params: list[DedicatedParam], plan: torch.ScriptObject) -> None:
@@ -62,10 +64,12 @@ def compute_balanced_assignment(
     """The plan `dedicate_params` would use, without a model, a mesh or a process group.
 
     matrices: (name, rows, cols, layer key) each; equal keys are one layer.  A fifth True marks an elementwise
-        parameter, which costs what AdamW costs.  shard, replicate: sizes of the mesh axes.
+        parameter, which costs what AdamW costs; large ones are cut by rows, one entry of the plan for each slot.
+    shard, replicate: sizes of the mesh axes.
     Returns a plan with `owners()`, `costs()`, `loads()`, `imbalance()`, `lower_bound()`, `balance_note()`,
     `fingerprint()` and `table()`.  Raises ValueError for bad input.
     """
     threshold = torch.ops.dmuon.small_param_threshold() if small_param_threshold is None else small_param_threshold
-    rows = [(name, [rows, cols], layer, any(mark)) for name, rows, cols, layer, *mark in matrices]
+    inputs = [(name, rows, cols, layer, any(mark)) for name, rows, cols, layer, *mark in matrices]
+    rows = PlanRows(inputs, shard, replicate).rows
     return torch.classes.dmuon.Plan(rows, shard, replicate, owner_strategy, threshold)

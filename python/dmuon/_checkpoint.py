@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ._cut import CutParam, common_mesh
 from ._handles import Dedication, Site, find_dedications, is_dedicated
 from ._report import publish
 
@@ -39,7 +40,8 @@ class Rows:
         gather, _, replicate = dedication.comms
         self.native = torch.classes.dmuon.Checkpoint(dedication.runtime, gather, replicate)
         self.params = dedication.params
-        self.mesh = _mesh_of_rows(mesh, replicate_mesh)
+        # Without a common mesh every replica describes the same rows, and DCP writes them once all the same.
+        self.mesh = (common_mesh(mesh, replicate_mesh) if replicate_mesh else None) or mesh
         self.placements = (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
         self.saved: dict[int, DTensor] | None = None
         """While the root's state dict is made: the weights that are in it, so that tied ones are one tensor."""
@@ -47,10 +49,14 @@ class Rows:
     def save(self, index: int, owned: torch.Tensor) -> DTensor:
         """This rank's rows of `owned` (the matrix's weight or state; real on the owner, ignored elsewhere)."""
         param = self.params[index]
+        if isinstance(param, CutParam):
+            device = {"shapes": "meta", "empty": "cpu"}.get(MODE.get())
+            rows = param.wrap(owned)
+            return rows.detach() if device is None else torch.empty_like(rows, device=device)
         if MODE.get() in ("shapes", "empty"):
-            local = self.native.empty_rows(index, torch.device("meta"))
+            local = self.native.empty_rows(param.index, torch.device("meta"))
         else:
-            local = self.native.scatter(index, owned.detach() if param.is_owner else None)
+            local = self.native.scatter(param.index, owned.detach() if param.is_owner else None)
         whole = torch.empty(param.parameter.shape, device="meta")
         rows = DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -77,22 +83,13 @@ class Rows:
 
     def load(self, index: int, value: torch.Tensor, owned: torch.Tensor) -> None:
         """`owned`, on the owner, takes the values of a DTensor or of a tensor that is whole on every rank."""
+        param = self.params[index]
+        if isinstance(param, CutParam):
+            return param.load(value, owned)
         whole = getattr(value, "device_mesh", None) != self.mesh or tuple(value.placements) != self.placements
         if isinstance(value, DTensor):
             value = value.to(value.device_mesh.device_type).full_tensor() if whole else value.to_local()
-        self.native.gather(index, value, whole, owned.detach() if self.params[index].is_owner else None)
-
-
-def _mesh_of_rows(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> DeviceMesh:
-    """(replicate, shard) where both are cut from one mesh, as FSDP2 has it; else `mesh`: then every replica describes
-    the same rows, and DCP writes them once all the same.
-    """
-    if replicate_mesh is None or not (mesh.mesh_dim_names and replicate_mesh.mesh_dim_names):
-        return mesh
-    try:
-        return mesh._get_root_mesh()[replicate_mesh.mesh_dim_names + mesh.mesh_dim_names]
-    except (AttributeError, KeyError, RuntimeError):  # no such root, or its axes are in the other order
-        return mesh
+        self.native.gather(param.index, value, whole, owned.detach() if param.is_owner else None)
 
 
 def attach_state_dict(model: nn.Module, dedication: Dedication, by_module: dict[nn.Module, list[Site]]) -> None:

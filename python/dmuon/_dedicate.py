@@ -8,10 +8,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ._assignment import Assignment, compute_balanced_assignment
 from ._checkpoint import Rows, attach_state_dict
+from ._cut import CutMesh, PlanRows
 from ._fsdp2 import share_controls
 from ._guards import forbid_copies, guard_apply
 from ._handles import DedicatedParam, DedicatedParamGroup, Dedication, attach, is_sharded, mark_dedicated
 from ._hooks import GroupHooks, Hooks, RootHooks, attach_hooks
+from ._parameters import Parameters
 from ._select import (
     Boundary,
     BoundaryPredicate,
@@ -19,7 +21,6 @@ from ._select import (
     Predicate,
     check_dtypes,
     group_by_boundary,
-    master_dtype,
     names_inside,
     select,
 )
@@ -60,8 +61,8 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
         `layers.N` and `blocks.N`, then entries of module lists, then the module itself; the root for small elementwise
         parameters outside of these.
     elementwise: of the parameters that `predicate` leaves, those for which it is true are dedicated too: of any shape,
-        owned whole by one rank, stepped there by AdamW.  `lambda name, p: True` takes all that are left: then
-        fully_shard is not needed.
+        stepped by AdamW.  From 2^22 elements on one is cut by rows over all ranks and becomes a DTensor; smaller ones
+        have one owner.  `lambda name, p: True` takes all that are left: then fully_shard is not needed.
     owner_strategy: "lpt" (balanced by predicted optimizer time), "round_robin" or "rank0".
     reproducible: gradients of all of them are summed in a fixed binary tree over micro-batches and global ranks,
         so that 1x4, 2x2 and 4x1 meshes, and one rank with four micro-batches, give the same bits.  Owners receive every
@@ -85,21 +86,21 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
     matrices, groups = _agree(gather, replicate, (model, predicate, elementwise, boundary), policy.param_dtype)
     inputs = [matrix.plan_input for matrix in matrices]
-    shape = (mesh.size(), 1 if replicate is None else replicate.size())
+    shape, slot = zip((mesh.size(), gather.rank()), _size_and_rank(replicate), strict=True)
     plan = compute_balanced_assignment(inputs, *shape, owner_strategy=owner_strategy)
 
     of_sums = _comm_of_sums(comm, reproducible, policy, matrices)
     _take_first_ranks_values([gather, replicate], model, device)
     reduce = _communicator(mesh, "reduce", device, reproducible, of_sums)
-    slot = (gather.rank(), 0 if replicate is None else replicate.rank())
-    registered, unsharded = _make_parameters(matrices, plan, slot, policy.param_dtype, device)
     flags = (policy.cast_forward_inputs, reshard_after_forward, reproducible)
     options = ((policy.param_dtype, policy.reduce_dtype), flags)
     comms = (gather, reduce, replicate)
-    runtime = torch.classes.dmuon.Runtime(plan, registered, unsharded, groups, comms, device, options)
-
-    params, handles = _make_handles(runtime, registered, matrices, groups, replicate_mesh is None)
-    dedication = Dedication(runtime, plan, comms, _process_groups(mesh, replicate_mesh), params, handles, unsharded)
+    rows, owned = PlanRows(inputs, *shape), [tuple(owner) == slot for owner in plan.owners()]
+    parameters = Parameters(rows, owned, CutMesh(mesh, replicate_mesh), matrices, (policy.param_dtype, device))
+    runtime = torch.classes.dmuon.Runtime(plan, parameters.of_plan, rows.members(groups), comms, device, options)
+    params, handles = _make_handles(runtime, parameters, groups, replicate_mesh is None)
+    axes = _process_groups(mesh, replicate_mesh)
+    dedication = Dedication(runtime, plan, comms, axes, params, handles, parameters.unsharded)
     dedication.rows = Rows(dedication, mesh, replicate_mesh)
     _install(model, dedication, matrices, [boundary.modules[name] for name, _ in groups], policy.output_dtype)
     if not any(m.parameter.is_meta for m in matrices):
@@ -219,36 +220,14 @@ def _take_first_ranks_values(comms: list[torch.ScriptObject | None], model: nn.M
         comm.reset_stats()
 
 
-def _make_parameters(
-    matrices: list[Matrix],
-    plan: torch.ScriptObject,
-    slot: tuple[int, int],
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Per matrix the registered and the unsharded parameter; the runtime moves their data into its buffers."""
-    registered, unsharded = [], []
-    for matrix, owner in zip(matrices, plan.owners(), strict=True):
-        original = matrix.parameter
-        master = "meta" if tuple(owner) != slot or original.is_meta else device
-        data = original.detach().to(master_dtype(original.dtype))
-        registered.append(nn.Parameter(data.to(master), requires_grad=original.requires_grad))
-        empty = torch.empty(0, dtype=dtype or original.dtype, device=device)
-        unsharded.append(nn.Parameter(empty, requires_grad=original.requires_grad))
-    return registered, unsharded
+def _size_and_rank(replicate: torch.ScriptObject | None) -> tuple[int, int]:
+    return (1, 0) if replicate is None else (replicate.size(), replicate.rank())
 
 
 def _make_handles(
-    runtime: torch.ScriptObject,
-    registered: list[nn.Parameter],
-    matrices: list[Matrix],
-    groups: list[tuple[str, list[int]]],
-    one_dimensional: bool,
+    runtime: torch.ScriptObject, parameters: Parameters, groups: list[tuple[str, list[int]]], one_dimensional: bool
 ) -> tuple[list[DedicatedParam], list[DedicatedParamGroup]]:
-    params = [
-        DedicatedParam(handle, parameter, one_dimensional, matrix.elementwise)
-        for handle, parameter, matrix in zip(runtime.params(), registered, matrices, strict=True)
-    ]
+    params = parameters.handles(runtime, one_dimensional)
     by_index = [[params[i] for i in members] for _, members in groups]
     return params, [DedicatedParamGroup(h, m) for h, m in zip(runtime.groups(), by_index, strict=True)]
 

@@ -1,5 +1,6 @@
 """What a dedicated model must not do by accident: move placeholders, change dtype, be copied."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -7,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 import torch.nn as nn
 
-from ._handles import Dedication, Site
+from ._cut import CutParam
+from ._handles import DedicatedParam, Dedication, Site
 
 
 def guard_apply(module: nn.Module, dedication: Dedication, sites: list[Site], name: str) -> None:
@@ -26,27 +28,39 @@ def guard_apply(module: nn.Module, dedication: Dedication, sites: list[Site], na
         module = this()
         assert module is not None
         _check_dtype(fn, dtype, name)
-        held = {site.index: module._parameters[site.attribute] for site in sites}
-        before = {i: (p.data_ptr(), p.device) for i, p in held.items() if not p.is_meta}
-        for site in sites:
-            if not dedication.params[site.index].is_owner:
-                module._parameters[site.attribute] = None
-        if guarded_before is None:
-            type(module)._apply(module, fn, recurse)
-        else:
-            guarded_before(fn, recurse)
-        for site in sites:
+        held = {site: module._parameters[site.attribute] for site in sites}
+        aside = [site for site in sites if not _is_plain(dedication.params[site.index])]
+        before = {site: _place_of(held[site]) for site in sites if site not in aside}
+        for site in aside:
+            module._parameters[site.attribute] = None
+        (guarded_before or functools.partial(type(module)._apply, module))(fn, recurse)
+        for site in aside:
+            module._parameters[site.attribute] = held[site]
+        for site, place in before.items():
             parameter = module._parameters[site.attribute]
-            if parameter is None:
-                module._parameters[site.attribute] = held[site.index]
-            elif parameter is not held[site.index] or before.get(site.index) != (
-                parameter.data_ptr(),
-                parameter.device,
-            ):
+            if parameter is not held[site] or _place_of(parameter) != place:
                 dedication.replace(site.index, parameter)
+        _apply_to_rows(fn, dedication, aside)
         return module
 
     object.__setattr__(module, "_apply", apply)
+
+
+def _is_plain(param: DedicatedParam) -> bool:
+    """Its registered parameter is an ordinary one, with memory of its own."""
+    return param.is_owner and not isinstance(param, CutParam)
+
+
+def _place_of(parameter: torch.Tensor) -> tuple[int, torch.device]:
+    return parameter.data_ptr(), parameter.device
+
+
+def _apply_to_rows(fn: Callable, dedication: Dedication, sites: list[Site]) -> None:
+    """Of parameters that are cut, this rank's rows move."""
+    for site in sites:
+        param = dedication.params[site.index]
+        if isinstance(param, CutParam) and (replaced := param.applied(fn)) is not None:
+            dedication.replace(site.index, replaced)
 
 
 def _check_dtype(fn: Callable, dtype: torch.dtype, name: str) -> None:

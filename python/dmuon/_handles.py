@@ -17,20 +17,33 @@ _ATTRIBUTE = "_dmuon"
 class DedicatedParam:
     """One dedicated matrix, or elementwise parameter, as this rank sees it."""
 
+    leads = True
+    """Of one that is cut by rows, whether this rank has its first ones."""
+    intact = True
+    """False if somebody else replaced what is inside."""
+
     def __init__(
-        self, handle: torch.ScriptObject, parameter: nn.Parameter, one_dimensional: bool, elementwise: bool = False
+        self,
+        handle: torch.ScriptObject,
+        index: int,
+        parameter: nn.Parameter,
+        one_dimensional: bool,
+        elementwise: bool = False,
     ) -> None:
         self._handle = handle
+        self.index = index
+        """Into the plan; of one that is cut by rows, of this rank's part."""
         self.elementwise = elementwise
         """Whether AdamW steps it, not Muon."""
         self.parameter = parameter
-        """The registered parameter: the fp32 master on the owner, a meta tensor of the same shape elsewhere."""
+        """The registered parameter: the fp32 master on the owner, a meta tensor of the same shape elsewhere.  A DTensor
+        with Shard(0) where every rank owns its rows."""
         self.name: str = handle.name()
         self.is_owner: bool = handle.is_owner()
-        """Whether this rank holds the master and the optimizer state, and steps the matrix."""
+        """Whether this rank holds the master (or some rows of it) and the optimizer state, and steps them."""
         shard, replicate = handle.owner()
-        self.owner_rank: int | tuple[int, int] = shard if one_dimensional else (shard, replicate)
-        """The owner's shard coordinate, or (shard, replicate) with a replicate mesh."""
+        self.owner_rank: int | tuple[int, int] | None = shard if one_dimensional else (shard, replicate)
+        """The owner's shard coordinate, or (shard, replicate) with replicas; None where every rank owns rows."""
 
     @property
     def _owned_data(self) -> torch.Tensor | None:
@@ -42,8 +55,13 @@ class DedicatedParam:
         """The mean gradient after backward, on the owner; None elsewhere, and where no rank used the matrix."""
         return self._handle.reduced_grad()
 
+    def bind(self, runtime: torch.ScriptObject, parameter: nn.Parameter) -> None:
+        """`parameter` is the registered one from now on."""
+        self.parameter = parameter
+        runtime.rebind(self.index, parameter)
+
     def __repr__(self) -> str:
-        role = "owner" if self.is_owner else f"owned by {self.owner_rank}"
+        role = "cut by rows" if self.owner_rank is None else "owner" if self.is_owner else f"owned by {self.owner_rank}"
         return f"DedicatedParam({self.name!r}, {tuple(self.parameter.shape)}, {role})"
 
 
@@ -71,7 +89,7 @@ class Site:
         self._module = weakref.ref(module)
         self.attribute = attribute
         self.index = -1
-        """Into the plan's matrices."""
+        """Into the dedication's parameters."""
 
     @property
     def module(self) -> nn.Module:
@@ -133,10 +151,8 @@ class Dedication:
 
     def replace(self, index: int, parameter: nn.Parameter) -> None:
         """`parameter` takes the place of the registered one (a module's `_apply` made a new object)."""
-        param = self.params[index]
-        param.parameter = parameter
-        mark_dedicated(param)
-        self.runtime.rebind(index, parameter)
+        self.params[index].bind(self.runtime, parameter)
+        mark_dedicated(self.params[index])
         for site in self.sites:
             if site.index == index:
                 site.module._parameters[site.attribute] = parameter

@@ -173,7 +173,7 @@ class GroupHooks:
     def _check_sites(self) -> None:
         for parameters, attribute, unsharded, param in self.sites:
             held = parameters.get(attribute)
-            if held is not param.parameter and held is not unsharded:
+            if not param.intact or (held is not param.parameter and held is not unsharded):
                 raise RuntimeError(
                     f"[dmuon] parameter {param.name!r} was replaced after dedicate_params (assignment of a new "
                     "Parameter, pruning, parametrization): training would use neither the one nor the other. Replace "

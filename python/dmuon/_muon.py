@@ -1,6 +1,7 @@
 """Muon: a torch optimizer over dedicated matrices, with torch's AdamW for everything else, dedicated or not."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ._cut import local_rows
 from ._handles import Dedication, all_dedications, is_dedicated, is_elementwise, is_sharded
 from ._optimizer_state import MOMENTUM, fill, find_rows, fresh_adamw, pack, params_of, take, unpack
 
@@ -142,8 +144,8 @@ class Muon(torch.optim.Optimizer):
         self._check_before_step()
         for dedication in self.dedications:
             dedication.runtime.wait_publishes()
-        if self._prepare_adamw():  # before anything is published: a group may have parameters of both kinds
-            self._adamw.step()
+        if groups := self._prepare_adamw():  # before anything is published: a group may have parameters of both kinds
+            self._step_adamw(groups)
         for dedication in self.dedications:
             self._step_matrices(dedication)
         return loss
@@ -175,22 +177,25 @@ class Muon(torch.optim.Optimizer):
         fused = devices | {self.dedications[0].unsharded[0].device.type} == {"cuda"}
         return torch.optim.AdamW(groups, fused=fused or None, foreach=None if fused else True)
 
-    def _prepare_adamw(self) -> bool:
-        """torch's AdamW over the groups that are not Muon's, as they are now; False if there are none."""
+    def _prepare_adamw(self) -> list[dict[str, Any]]:
+        """The groups that are not Muon's, with torch's AdamW, options and state ready for them."""
         groups = [group for group in self.param_groups if not group["use_muon"]]
-        if not groups:
-            return False
-        if self._adamw is None:
+        if groups and self._adamw is None:
             self._adamw = self._make_adamw(groups)
         for group in groups:  # added since, or loaded
             for key, value in self._adamw.defaults.items():
                 group.setdefault(key, value)
-        self._adamw.param_groups = groups
-        self._adamw.state = self._state
         for p in filter(is_elementwise, params_of(groups)):
             if p.requires_grad and not self._state[p]:  # on every rank at the same step: all have the same keys
                 self._state[p] = fresh_adamw(p, self._adamw.defaults["fused"])
-        return True
+        return groups
+
+    def _step_adamw(self, groups: list[dict[str, Any]]) -> None:
+        with local_rows(params_of(groups)) as local:
+            stepped = [p for p in params_of(groups) if p.grad is not None]
+            self._adamw.state = defaultdict(dict, {local.get(p, p): self._state[p] for p in stepped})
+            self._adamw.param_groups = [g | {"params": [local.get(p, p) for p in g["params"]]} for g in groups]
+            self._adamw.step()
 
     def _step_matrices(self, dedication: Dedication) -> None:
         runtime = dedication.runtime
@@ -321,6 +326,7 @@ class _FiniteReport:
 
 def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, list, list]:
     """Floating ones, frozen ones too (they may be unfrozen): dedicated matrices, elementwise ones, DTensors, plain.
+
 
     Torch's foreach kernels do not mix DTensors with others.
     """

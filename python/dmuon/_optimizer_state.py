@@ -40,10 +40,11 @@ def fill(optimizer: Any) -> None:
 
 
 def fresh_adamw(p: torch.Tensor, fused: bool | None) -> dict[str, torch.Tensor]:
-    """Of an elementwise parameter the moments are placeholders where the parameter is one."""
+    """Of an elementwise parameter the moments are placeholders where the parameter is one, and of its rows if cut."""
     wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     step = torch.zeros((), device=p.device) if fused and not p.is_meta else torch.zeros((), dtype=wide)
-    return {"step": step} | {key: torch.zeros_like(p) for key in ADAMW[1:]}
+    like = p._local_tensor if is_elementwise(p) and isinstance(p, DTensor) else p
+    return {"step": step} | {key: torch.zeros_like(like) for key in ADAMW[1:]}
 
 
 def fields_of(p: torch.Tensor) -> tuple[str, ...]:
@@ -104,7 +105,8 @@ def _owners_values(
     """Of (parameter, 0-d tensor that its owner has right): that tensor on every rank; collective unless empty."""
     if not pairs:
         return []
-    owned = [i for i, (p, _) in enumerate(pairs) if not p.is_meta]
+    first = {id(param.parameter): param.is_owner and param.leads for param in dedication.params}
+    owned = [i for i, (p, _) in enumerate(pairs) if first[id(p)]]
     sums = torch.zeros(len(pairs))
     if owned:
         sums[owned] = torch.stack([pairs[i][1] for i in owned]).to(sums)

@@ -76,8 +76,8 @@ at::Tensor scatter(const CheckpointPtr& self, int64_t index, const std::optional
   return rows.view(self->shape_of_rows(index, rows.size(0)));
 }
 
-RowRange rows_here(const CheckpointPtr& self, const MatrixPlace& place) {
-  return row_range(place.rows, self->axes.shard->size(), self->axes.shard->rank());
+plan::RowRange rows_here(const CheckpointPtr& self, const MatrixPlace& place) {
+  return plan::row_range(place.rows, self->axes.shard->size(), self->axes.shard->rank());
 }
 
 // `value`: this rank's rows, or the whole matrix on every rank.

@@ -4,7 +4,8 @@
 namespace dmuon::bindings {
 namespace {
 
-// name, {rows, columns}, layer, elementwise
+// name, {rows, columns} or of a part {rows, columns, first row, rows of the whole, shard, replicate}, layer,
+// elementwise
 using Rows = std::vector<std::tuple<std::string, std::vector<int64_t>, std::string, bool>>;
 
 std::vector<plan::Matrix> to_matrices(const Rows& rows) {
@@ -12,8 +13,25 @@ std::vector<plan::Matrix> to_matrices(const Rows& rows) {
   for (const auto& [name, shape, layer, elementwise] : rows) {
     const auto kind = elementwise ? plan::Kind::kElementwise : plan::Kind::kMatrix;
     matrices.push_back({name, shape.at(0), shape.at(1), layer, kind});
+    if (shape.size() == 2) continue;
+    const plan::Slot owner{static_cast<int>(shape.at(4)), static_cast<int>(shape.at(5))};
+    matrices.back().part = plan::Part{shape.at(2), shape.at(3), owner};
   }
   return matrices;
+}
+
+// What `to_matrices` takes of each part of an elementwise parameter: its name and numbers; of one that stays whole {}.
+std::vector<std::tuple<std::string, std::vector<int64_t>>> cut_by_rows(const std::string& name, int64_t rows,
+                                                                       int64_t cols, std::vector<int64_t> mesh,
+                                                                       int64_t least_elements) {
+  const plan::MeshShape shape{static_cast<int>(mesh.at(0)), static_cast<int>(mesh.at(1))};
+  std::vector<std::tuple<std::string, std::vector<int64_t>>> parts;
+  for (const auto& part : plan::cut_by_rows({name, rows, cols, "", plan::Kind::kElementwise}, shape, least_elements)) {
+    if (!part.part) continue;
+    const auto& [first, total, owner] = *part.part;
+    parts.push_back({part.name, {part.rows, cols, first, total, owner.shard, owner.replicate}});
+  }
+  return parts;
 }
 
 // std::invalid_argument becomes c10::ValueError, which Python sees as ValueError.
@@ -49,6 +67,7 @@ void register_plan(torch::Library& library) {
   library.class_<PlanHandle>("Plan")
       .def(torch::init(&make_plan))
       .def("owners", &owners)
+      .def_static("cut_by_rows", &cut_by_rows)
       .def("costs", [](const PlanPtr& self) { return self->plan.costs; })
       .def("loads", &loads)
       .def("lower_bound", [](const PlanPtr& self) { return self->plan.lower_bound_seconds; })
@@ -57,6 +76,7 @@ void register_plan(torch::Library& library) {
       .def("fingerprint", [](const PlanPtr& self) { return static_cast<int64_t>(self->plan.fingerprint()); })
       .def("table", [](const PlanPtr& self) { return self->plan.table(); });
   library.def("small_param_threshold() -> int", [] { return plan::kSmallParamThreshold; });
+  library.def("cut_elements() -> int", [] { return plan::kCutElements; });
 }
 
 }  // namespace dmuon::bindings

@@ -13,6 +13,8 @@ using Comms = std::tuple<CommunicatorHandlePtr, CommunicatorHandlePtr, std::opti
 using Dtypes = std::tuple<std::optional<at::ScalarType>, std::optional<at::ScalarType>>;  // param, reduce
 using Flags = std::tuple<bool, bool, bool>;  // cast_forward_inputs, reshard_after_forward, reproducible
 using Options = std::tuple<Dtypes, Flags>;
+// [plan matrices] registered, unsharded, and of parts what users see
+using Tensors = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<std::optional<at::Tensor>>>;
 
 std::vector<GroupSpec> to_groups(const Groups& groups) {
   std::vector<GroupSpec> specs;
@@ -23,12 +25,13 @@ std::vector<GroupSpec> to_groups(const Groups& groups) {
   return specs;
 }
 
-RuntimePtr make_runtime(const PlanPtr& plan, const std::vector<at::Tensor>& registered,
-                        const std::vector<at::Tensor>& unsharded, const Groups& groups, const Comms& comms,
+RuntimePtr make_runtime(const PlanPtr& plan, const Tensors& tensors, const Groups& groups, const Comms& comms,
                         c10::Device device, const Options& options) {
+  const auto& [registered, unsharded, sharded] = tensors;
   std::vector<ParamSpec> params;
   for (size_t i = 0; i < registered.size(); ++i) {
-    params.push_back({plan->plan.matrices.at(i).name, registered[i].sizes().vec(), registered[i], unsharded.at(i)});
+    params.push_back({plan->plan.matrices.at(i).name, registered[i].sizes().vec(), registered[i], unsharded.at(i),
+                      sharded.at(i).value_or(at::Tensor())});
   }
   const auto& [param_dtype, reduce_dtype] = std::get<0>(options);
   const auto& [cast_inputs, reshard, reproducible] = std::get<1>(options);
@@ -107,6 +110,8 @@ void register_runtime(torch::Library& library) {
       .def("materialize", &Runtime::materialize)
       .def("rebind", [](const RuntimePtr& self, int64_t matrix,
                         const at::Tensor& registered) { self->rebind(static_cast<int>(matrix), registered); })
+      .def("reshow", [](const RuntimePtr& self, int64_t matrix,
+                        const at::Tensor& sharded) { self->reshow(static_cast<int>(matrix), sharded); })
       .def("set_requires_gradient_sync",
            [](const RuntimePtr& self, bool enabled, std::optional<int64_t> group) {
              self->set_requires_gradient_sync(enabled, to_index(group));

@@ -28,7 +28,7 @@ std::vector<at::Tensor> parts_of(const at::Tensor& matrix, int count) {
   const auto part_rows = largest_part(whole.size(0), count);
   std::vector<at::Tensor> parts;
   for (int part = 0; part < count; ++part) {
-    const auto range = row_range(whole.size(0), count, part);
+    const auto range = plan::row_range(whole.size(0), count, part);
     const auto rows = whole.narrow(0, range.begin, range.count());
     parts.push_back(range.count() == 0 ? parts.front() : padded(rows, part_rows).reshape({-1}));
   }
@@ -43,20 +43,13 @@ std::vector<Communicator*> CheckpointAxes::all() const {
   return axes;
 }
 
-RowRange row_range(std::int64_t rows, int parts, int part) {
-  TORCH_CHECK_VALUE(rows >= 0 && parts >= 1 && part >= 0 && part < parts, "[dmuon.checkpoint] no part ", part, " of ",
-                    rows, " rows over ", parts, " ranks");
-  const auto size = largest_part(rows, parts);
-  return {std::min(rows, size * part), std::min(rows, size * (part + 1))};
-}
-
 at::Tensor scatter_rows(const CheckpointAxes& axes, const MatrixPlace& place, const at::Tensor& owned) {
   const at::NoGradGuard no_grad;
   const auto here = axes.here();
   const bool owner = here == place.owner;
   if (owner) check_owned(place, owned);
   const int parts = axes.shard->size();
-  const auto range = row_range(place.rows, parts, here.shard);
+  const auto range = plan::row_range(place.rows, parts, here.shard);
   auto buffer = at::empty({largest_part(place.rows, parts) * place.cols}, place.options);
   if (parts == 1) {
     if (owner) buffer.copy_(owned.reshape({-1}));
@@ -80,7 +73,7 @@ void gather_rows(const CheckpointAxes& axes, const MatrixPlace& place, const at:
   const auto here = axes.here();
   const bool owner = here == place.owner;
   const int parts = axes.shard->size();
-  const std::vector<std::int64_t> sizes{row_range(place.rows, parts, here.shard).count(), place.cols};
+  const std::vector<std::int64_t> sizes{plan::row_range(place.rows, parts, here.shard).count(), place.cols};
   TORCH_CHECK(rows.sizes() == sizes, "[dmuon.checkpoint] matrix '", place.name, "' of ", place.rows,
               " rows: expected rows of shape ", at::IntArrayRef(sizes), " on shard rank ", here.shard, ", found ",
               rows.sizes());

@@ -12,8 +12,33 @@ namespace {
 /// A plan this near to the lower bound is at it.
 constexpr double kRounding = 1 + 1e-9;
 
+/// What the parts of parameters that are cut by rows put on each slot, whatever the placement.
+struct Fixed {
+  double least_seconds = 0.0;
+  std::int64_t most_bytes = 0;
+};
+
+Fixed fixed_loads(const Plan& plan, const PlanOptions& options) {
+  std::vector<SlotLoad> loads(plan.mesh.slots());
+  for (std::size_t i = 0; i < plan.matrices.size(); ++i) {
+    if (!plan.matrices[i].part) continue;
+    SlotLoad& load = loads[plan.slot_index(plan.matrices[i].part->owner)];
+    load.cost_seconds += plan.costs[i];
+    load.bytes += options.state_bytes(plan.matrices[i]);
+  }
+  Fixed fixed{.least_seconds = loads.front().cost_seconds};
+  for (const SlotLoad& load : loads) {
+    fixed.least_seconds = std::min(fixed.least_seconds, load.cost_seconds);
+    fixed.most_bytes = std::max(fixed.most_bytes, load.bytes);
+  }
+  return fixed;
+}
+
 void set_owners(Plan& plan, const std::vector<Unit>& units, const Placement& placement) {
   plan.owners.resize(plan.matrices.size());
+  for (std::size_t i = 0; i < plan.matrices.size(); ++i) {
+    if (plan.matrices[i].part) plan.owners[i] = plan.matrices[i].part->owner;
+  }
   for (std::size_t i = 0; i < units.size(); ++i) {
     const Slot slot{.shard = placement[i] % plan.mesh.shard, .replicate = placement[i] / plan.mesh.shard};
     for (const int matrix : units[i].matrices) plan.owners[matrix] = slot;
@@ -54,16 +79,19 @@ Plan compute_balanced_assignment(std::vector<Matrix> matrices, MeshShape mesh, c
   plan.mesh = mesh;
   plan.matrices = std::move(matrices);
   plan.costs = matrix_costs(plan.matrices, options.cost);
-  const std::vector<Unit> units = make_units(plan.matrices, plan.costs, options);
+  const Fixed fixed = fixed_loads(plan, options);
+  PlanOptions left = options;  // for those that can still choose
+  if (left.max_bytes_per_slot) *left.max_bytes_per_slot -= fixed.most_bytes;
+  const std::vector<Unit> units = make_units(plan.matrices, plan.costs, left);
   const double bound = lower_bound(units, mesh.slots());
   const Goal goal{
       .mesh = mesh,
-      .cap = slot_cap(options),
+      .cap = slot_cap(left),
       .max_over_mean = std::max(options.target_imbalance, kRounding * bound / mean_load(units, mesh.slots()))};
 
   set_owners(plan, units, place_units(units, plan.matrices, options.strategy, goal));
   sum_loads(plan, options);
-  plan.lower_bound_seconds = std::min(bound, max_load(plan));  // the sums round differently
+  plan.lower_bound_seconds = std::min(bound + fixed.least_seconds, max_load(plan));  // the sums round differently
   plan.balance_note = explain_balance(plan, units, options);
   return plan;
 }

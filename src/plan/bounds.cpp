@@ -68,7 +68,7 @@ double lower_bound(std::span<const Unit> units, int slots) {
 }
 
 std::string explain_balance(const Plan& plan, std::span<const Unit> units, const PlanOptions& options) {
-  if (plan.imbalance() <= options.target_imbalance) return "";
+  if (units.empty() || plan.imbalance() <= options.target_imbalance) return "";
   if (options.strategy != OwnerStrategy::kLpt) return "this owner strategy does not balance; 'lpt' does";
   std::string text = obstacle(plan, units, options);
   if (units.size() < plan.matrices.size()) text += "; a lower small_matrix_threshold makes more units";

@@ -64,6 +64,15 @@ void check_shape(const Matrix& matrix) {
   if (matrix.rows > kMaxInt64 / matrix.cols) fail(text() + "its size overflows 64 bits. Check the shape.");
 }
 
+void check_part(const Matrix& matrix, MeshShape mesh) {
+  if (!matrix.part) return;
+  const Slot owner = matrix.part->owner;
+  if (owner.shard < 0 || owner.shard >= mesh.shard || owner.replicate < 0 || owner.replicate >= mesh.replicate) {
+    fail("'" + matrix.name + "' belongs to shard " + std::to_string(owner.shard) + ", replicate " +
+         std::to_string(owner.replicate) + ", which the mesh lacks. Cut by rows for this mesh.");
+  }
+}
+
 /// By sorted hashes: a name is compared only with a name of the same hash.
 void check_unique_names(const std::vector<Matrix>& matrices) {
   std::vector<std::pair<std::size_t, std::string_view>> names;
@@ -86,6 +95,7 @@ void check_inputs(const std::vector<Matrix>& matrices, MeshShape mesh, const Pla
   std::int64_t elements_left = kMaxInt64 / std::max(options.state_bytes_per_element, options.elementwise_state_bytes);
   for (const Matrix& matrix : matrices) {
     check_shape(matrix);
+    check_part(matrix, mesh);
     if (matrix.numel() > elements_left) {
       fail("at matrix '" + matrix.name + "' the total size overflows 64 bits. Check the shapes.");
     }

@@ -34,6 +34,15 @@ void append(Segment& segment, PackedMatrix packed) {
   if (packed.kind == Kind::kElementwise) segment.elementwise += packed.numel;
 }
 
+// Parts of one parameter are consecutive in the plan.
+PartOfWhole place_part(const Plan& plan, int member) {
+  int first = member;
+  while (plan.matrices[first].part->first != 0) --first;
+  const Matrix& matrix = plan.matrices[member];
+  return {
+      .parameter = first, .start = matrix.part->first * matrix.cols, .whole_numel = matrix.part->total * matrix.cols};
+}
+
 }  // namespace
 
 std::int64_t GroupLayout::numel() const {
@@ -50,18 +59,40 @@ std::int64_t GroupLayout::payload() const {
 
 GroupLayout make_group_layout(const Plan& plan, std::span<const int> members) {
   std::vector<bool> seen(plan.matrices.size(), false);
-  std::map<Slot, Segment> by_owner;  // ordered by shard, then by replicate
+  constexpr int kPacked = -1;
+  std::map<std::pair<Slot, int>, Segment> by_owner;  // by shard, then by replicate; then a part's index, or kPacked
   for (const int member : members) {
     check_member(plan, member, seen);
     const Slot owner = plan.owners[member];
-    Segment& segment = by_owner[owner];
+    const bool part = plan.matrices[member].part.has_value();
+    Segment& segment = by_owner[{owner, part ? member : kPacked}];
     segment.owner = owner;
+    if (part) segment.part = place_part(plan, member);
     append(segment, {.matrix = member, .numel = plan.matrices[member].numel(), .kind = plan.matrices[member].kind});
   }
   GroupLayout layout;
   layout.segments.reserve(by_owner.size());
-  for (auto& [slot, segment] : by_owner) layout.segments.push_back(std::move(segment));
+  for (auto& [key, segment] : by_owner) layout.segments.push_back(std::move(segment));
   return layout;
+}
+
+GatherPlaces gather_places(const GroupLayout& layout, int shard) {
+  GatherPlaces places;
+  std::map<int, std::int64_t> wholes;  // by parameter
+  for (const Segment& segment : layout.segments) {
+    std::int64_t offset = places.numel;
+    if (segment.part) {
+      const auto [whole, added] = wholes.try_emplace(segment.part->parameter, places.numel);
+      if (added) places.numel += align_up(segment.part->whole_numel);
+      offset = whole->second + segment.part->start;
+    } else if (segment.owner.shard == shard) {
+      offset = -1;
+    } else {
+      places.numel += segment.numel;
+    }
+    places.offsets.push_back(offset);
+  }
+  return places;
 }
 
 GroupLayout make_sub_layout(const GroupLayout& layout, const std::vector<bool>& keep) {
@@ -69,6 +100,7 @@ GroupLayout make_sub_layout(const GroupLayout& layout, const std::vector<bool>& 
   for (const Segment& segment : layout.segments) {
     Segment kept;
     kept.owner = segment.owner;
+    kept.part = segment.part;
     for (const PackedMatrix& packed : segment.matrices) {
       if (keep.at(static_cast<size_t>(packed.matrix))) append(kept, packed);
     }

@@ -14,10 +14,12 @@ struct GroupSizes {
   std::int64_t own_payload = 0;
   std::int64_t own_moments = 0;    // of Muon one an element, of AdamW two
   std::int64_t column_padded = 0;  // own and column peers' segments: sent from the published copy
+  std::int64_t gathered = 0;       // the gather buffer
 };
 
 GroupSizes measure(const GroupLayout& group, Slot rank) {
-  GroupSizes sizes{.padded = group.numel(), .payload = group.payload()};
+  GroupSizes sizes{
+      .padded = group.numel(), .payload = group.payload(), .gathered = gather_places(group, rank.shard).numel};
   for (const Segment& segment : group.segments) {
     if (segment.owner.shard == rank.shard) sizes.column_padded += segment.numel;
     if (segment.owner != rank) continue;
@@ -65,7 +67,7 @@ class Schedule {
   /// Gather buffers of one group; none for an index outside the list.
   [[nodiscard]] std::int64_t gather(int index) const {
     if (index < 0 || index > last()) return 0;
-    return (sizes_[index].padded - sizes_[index].column_padded) * options_.compute_bytes;
+    return sizes_[index].gathered * options_.compute_bytes;
   }
 
   /// Gather buffers while group `index` is the last one in use and its neighbour is prefetched.

@@ -72,6 +72,7 @@ std::vector<Unit> make_units(const std::vector<Matrix>& matrices, const std::vec
   std::vector<Unit> units;
   units.reserve(matrices.size());
   for (int i = 0; i < static_cast<int>(matrices.size()); ++i) {
+    if (matrices[i].part) continue;  // has its owner
     const std::int64_t bytes = options.state_bytes(matrices[i]);
     const bool merges = layers[i] != kNoLayer && matrices[i].numel() < options.small_matrix_threshold;
     int target = merges ? open[layers[i]] : -1;

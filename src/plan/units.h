@@ -29,8 +29,8 @@ void check_inputs(const std::vector<Matrix>& matrices, MeshShape mesh, const Pla
 /// Predicted seconds of every matrix.
 [[nodiscard]] std::vector<double> matrix_costs(const std::vector<Matrix>& matrices, const CostModel& cost);
 
-/// Units in the order of their first matrix.  A merged unit that would outgrow max_bytes_per_slot is continued in a new
-/// one.  `costs`: [matrices] seconds.
+/// Units in the order of their first matrix; none has a part of a parameter that is cut by rows.  A merged unit that
+/// would outgrow max_bytes_per_slot is continued in a new one.  `costs`: [matrices] seconds.
 [[nodiscard]] std::vector<Unit> make_units(const std::vector<Matrix>& matrices, const std::vector<double>& costs,
                                            const PlanOptions& options);
 

@@ -4,9 +4,11 @@ namespace dmuon {
 namespace {
 
 struct Selection {
-  std::vector<plan::Matrix> matrices;
-  std::vector<at::Tensor> weights;
-  std::vector<GroupSpec> groups;
+  plan::MeshShape mesh;
+  std::int64_t cut_elements = plan::kCutElements;
+  std::vector<plan::Matrix> matrices{};  // and parts of parameters, which have their weight together
+  std::vector<at::Tensor> weights{};
+  std::vector<GroupSpec> groups{};
 };
 
 // What is wrong with a weight, or "".
@@ -26,9 +28,12 @@ std::string add(const HookModule& module, plan::Kind kind, Selection& selection)
   for (const auto& [name, weight] : kind == plan::Kind::kMatrix ? module.matrices : module.elementwise) {
     if (const auto problem = problem_of(name, weight, kind); !problem.empty()) return problem;
     const auto rows = weight.size(0);
-    selection.groups.back().members.push_back(static_cast<int>(selection.matrices.size()));
-    selection.matrices.push_back({name, rows, rows == 0 ? 0 : weight.numel() / rows, module.name, kind});
-    selection.weights.push_back(weight);
+    const plan::Matrix whole{name, rows, rows == 0 ? 0 : weight.numel() / rows, module.name, kind};
+    for (auto& part : plan::cut_by_rows(whole, selection.mesh, selection.cut_elements)) {
+      selection.groups.back().members.push_back(static_cast<int>(selection.matrices.size()));
+      selection.matrices.push_back(std::move(part));
+      selection.weights.push_back(weight);
+    }
   }
   return "";
 }
@@ -51,16 +56,35 @@ bool encloses(const std::string& outer, const std::string& inner) {
 plan::Plan agreed_plan(const Selection& selection, std::string problem, const std::vector<Communicator*>& axes,
                        const plan::PlanOptions& options) {
   plan::Plan plan;
-  const plan::MeshShape mesh{.shard = axes.front()->size(), .replicate = axes.size() > 1 ? axes.back()->size() : 1};
   try {
     if (problem.empty()) {
-      plan = plan::compute_balanced_assignment(selection.matrices, mesh, options);
+      plan = plan::compute_balanced_assignment(selection.matrices, selection.mesh, options);
     }
   } catch (const std::invalid_argument& error) {
     problem = error.what();
   }
   agree_on_inputs(axes, problem, plan::describe_inputs(selection.matrices));
   return plan;
+}
+
+bool leads(const plan::Matrix& matrix) { return !matrix.part || matrix.part->first == 0; }
+
+// Each weight once.
+std::vector<at::Tensor> different_weights(const Selection& selection) {
+  std::vector<at::Tensor> weights;
+  for (size_t i = 0; i < selection.weights.size(); ++i) {
+    if (leads(selection.matrices[i])) weights.push_back(selection.weights[i]);
+  }
+  return weights;
+}
+
+ParamSpec make_spec(const plan::Matrix& matrix, const at::Tensor& weight, bool owned) {
+  const auto master = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto values = weight.detach().narrow(0, matrix.part ? matrix.part->first : 0, matrix.rows);
+  auto registered = owned ? values.to(master, /*non_blocking=*/false, /*copy=*/true)
+                          : at::empty(values.sizes(), at::TensorOptions().dtype(master).device(at::kMeta));
+  registered.set_requires_grad(weight.requires_grad());
+  return {matrix.name, values.sizes().vec(), std::move(registered), weight};
 }
 
 // After a forward that raised: what it raised is what the caller must see, whatever ending it runs into.
@@ -91,25 +115,20 @@ void set_exit_order(std::vector<GroupSpec>& groups) {
 }
 
 RuntimePtr dedicate(const std::vector<HookModule>& modules, RuntimeComms comms, const DedicateOptions& options) {
-  Selection selection;
-  const auto problem = select(modules, selection);
   std::vector<Communicator*> axes{comms.gather.get()};
   if (comms.replicate) axes.push_back(comms.replicate.get());
+  Selection selection{.mesh = {.shard = axes.front()->size(), .replicate = axes.size() > 1 ? axes.back()->size() : 1},
+                      .cut_elements = options.cut_elements};
+  const auto problem = select(modules, selection);
   auto plan = agreed_plan(selection, problem, axes, options.plan);
   set_exit_order(selection.groups);
   const auto device = selection.weights.front().device();
-  for (auto* axis : axes) broadcast_from_first(*axis, selection.weights, device);
+  for (auto* axis : axes) broadcast_from_first(*axis, different_weights(selection), device);
 
   const plan::Slot here{.shard = comms.gather->rank(), .replicate = comms.replicate ? comms.replicate->rank() : 0};
   std::vector<ParamSpec> specs;
   for (size_t i = 0; i < selection.weights.size(); ++i) {
-    const auto& weight = selection.weights[i];
-    const auto master = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    auto registered = plan.owners[i] == here
-                          ? weight.detach().to(master, /*non_blocking=*/false, /*copy=*/true)
-                          : at::empty(weight.sizes(), at::TensorOptions().dtype(master).device(at::kMeta));
-    registered.set_requires_grad(weight.requires_grad());
-    specs.push_back({plan.matrices[i].name, weight.sizes().vec(), std::move(registered), weight});
+    specs.push_back(make_spec(plan.matrices[i], selection.weights[i], plan.owners[i] == here));
   }
   return c10::make_intrusive<Runtime>(std::move(plan), std::move(specs), std::move(selection.groups), std::move(comms),
                                       device, options.runtime);

@@ -80,6 +80,7 @@ void DedicatedParamGroup::begin_gather(Communicator& communicator, const Stream&
   stream.wait_current();
   const StreamScope scope(stream);
   publish_.wait();
+  buffers_->join_parts();
   gather_ = communicator.size() > 1 ? communicator.broadcast(buffers_->broadcast_segments())
                                     : Pending::on_current_stream(device_of(*this), {});
 }

@@ -1,8 +1,9 @@
 #include "runtime/gradient_reduction.h"
 
 #include <c10/util/strides.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
+
+#include <map>
+#include <set>
 
 #include "runtime/shared_memory.h"
 
@@ -19,29 +20,38 @@ std::int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-void run_post_accumulate_hooks(const at::Tensor& param) {
-  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(param);
-  if (hook) (*hook)(param);
+// Empties the unsharded leaves: [params] gradients, of a part its rows.
+std::vector<at::Tensor> empty_leaves(const std::vector<DedicatedParamPtr>& params) {
+  std::map<const c10::TensorImpl*, at::Tensor> wholes;  // of leaves that parts have together
+  std::vector<at::Tensor> gradients;
+  for (const auto& param : params) {
+    const auto& leaf = param->unsharded();
+    at::Tensor gradient = std::exchange(leaf.mutable_grad(), at::Tensor());
+    TORCH_CHECK(!gradient.defined() || gradient.layout() == at::kStrided, "[dmuon.reduce] parameter '", param->name(),
+                "' has a gradient of layout ", gradient.layout(),
+                "; dedicated matrices need a strided one. Leave the parameter out of the predicate.");
+    if (param->part()) {
+      const auto whole = wholes.try_emplace(leaf.unsafeGetTensorImpl(), gradient).first->second;
+      gradient = whole.defined() ? whole.narrow(0, param->part()->first, param->sizes().front()) : whole;
+    }
+    gradients.push_back(std::move(gradient));
+  }
+  return gradients;
 }
 
 }  // namespace
 
 std::vector<at::Tensor> take_gradients(DedicatedParamGroup& group) {
-  std::vector<at::Tensor> gradients;
-  for (size_t i = 0; i < group.params().size(); ++i) {
-    const auto& leaf = group.params()[i]->unsharded();
-    at::Tensor gradient = leaf.grad();
-    leaf.mutable_grad() = at::Tensor();
-    TORCH_CHECK(!gradient.defined() || gradient.layout() == at::kStrided, "[dmuon.reduce] parameter '",
-                group.params()[i]->name(), "' has a gradient of layout ", gradient.layout(),
-                "; dedicated matrices need a strided one. Leave the parameter out of the predicate.");
+  auto gradients = empty_leaves(group.params());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    auto& gradient = gradients[i];
     auto& kept = group.accumulated[i];
     if (kept.defined()) {
       if (gradient.defined()) kept.add_(gradient.detach());
       gradient = std::move(kept);
       kept = at::Tensor();
     }
-    gradients.push_back(gradient.defined() ? gradient.detach() : gradient);
+    if (gradient.defined()) gradient = gradient.detach();
   }
   return gradients;
 }
@@ -70,6 +80,7 @@ GradientReduction::GradientReduction(DedicatedParamGroup& group, plan::Slot rank
   wait_for_outgoing(device);
   allocate(group.reduce_layout(), rank, at::TensorOptions().dtype(options.dtype).device(device));
   place(gradients, rank);
+  note_rowless(gradients, rank);
 
   const auto gradient_bytes = total_bytes(gradients);
   ledger_.add(gradient_bytes);
@@ -180,6 +191,20 @@ void GradientReduction::place(const std::vector<at::Tensor>& gradients, plan::Sl
   pack(staying);
 }
 
+// Users expect a gradient without rows there, as everywhere else.
+void GradientReduction::note_rowless(const std::vector<at::Tensor>& gradients, plan::Slot rank) {
+  std::set<int> has_rows;
+  const auto& segments = group_.reduce_layout().segments;
+  for (const auto& segment : segments) {
+    if (segment.part && segment.owner == rank) has_rows.insert(segment.part->parameter);
+  }
+  for (const auto& segment : segments) {
+    if (!segment.part || segment.part->start != 0 || has_rows.contains(segment.part->parameter)) continue;
+    const auto position = group_.position_of(segment.part->parameter);
+    if (gradients[position].defined()) rowless_.push_back(group_.params()[position]);
+  }
+}
+
 // Runs on the replicate stream, after stage 1's stream (CUDA) or after stage 1 itself (CPU).
 void GradientReduction::begin_replicate() {
   if (replicating_) return;
@@ -220,6 +245,7 @@ void GradientReduction::finish() {
     if (share.used) deliver(share);
     return share.used || !peers();
   });
+  for (const auto& param : std::exchange(rowless_, {})) param->close_gradient();
 }
 
 void GradientReduction::settle() {
@@ -231,17 +257,16 @@ void GradientReduction::settle() {
 }
 
 void GradientReduction::deliver(const Share& share) const {
-  const auto& leaf = share.param->registered();
-  if (!leaf.requires_grad()) return;  // frozen since the reduction began
-  at::Tensor& grad = leaf.mutable_grad();
-  auto mean = share.sum.to(leaf.scalar_type());
+  if (!share.param->trainable()) return;  // frozen since the reduction began
+  at::Tensor& grad = share.param->open_gradient();
+  auto mean = share.sum.to(share.param->registered().scalar_type());
   if (divisor_ != 1.0) mean.div_(divisor_);
   if (options_.reproducible) {
     grad = group_.trees[share.param->name()].add_to(grad, mean);
   } else {
     grad = grad.defined() ? grad.add_(mean) : mean;
   }
-  run_post_accumulate_hooks(leaf);
+  share.param->close_gradient();
 }
 
 }  // namespace dmuon

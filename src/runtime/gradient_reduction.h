@@ -79,6 +79,7 @@ class GradientReduction {
   [[nodiscard]] std::vector<at::Tensor> foreign_buffers(const plan::GroupLayout& layout, plan::Slot rank,
                                                         const at::TensorOptions& buffer);
   void place(const std::vector<at::Tensor>& gradients, plan::Slot rank);
+  void note_rowless(const std::vector<at::Tensor>& gradients, plan::Slot rank);
   void pack(const Copies& copies) const;
   [[nodiscard]] std::int64_t received_bytes() const;
   void wait_for_outgoing(c10::Device device) const;
@@ -98,6 +99,7 @@ class GradientReduction {
   at::ScalarType sent_;                 ///< of what leaves this rank in stage 1
   std::vector<at::Tensor> merged_;      ///< earlier partial sums, alive until stage 2 is done with them
   std::vector<Share> shares_;
+  std::vector<DedicatedParamPtr> rowless_;  ///< first parts of parameters of which this rank owns no row, but used some
   Pending shard_;
   Pending replicate_;
   bool replicating_ = false;

@@ -16,16 +16,10 @@ at::Tensor make_sent(const BufferPlacement& placement, std::int64_t place, std::
   return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(placement.device));
 }
 
-// Leaves keep their identity; only their data moves.
-void link_unsharded(const plan::Segment& segment, const SegmentBuffers& buffers,
-                    const std::vector<DedicatedParamPtr>& members) {
-  for (const auto& packed : segment.matrices) {
-    const auto& param = members[static_cast<size_t>(packed.matrix)];
-    const auto view = buffers.compute.narrow(0, packed.offset, packed.numel).view(param->sizes());
-    at::Tensor leaf = param->unsharded();
-    leaf.set_data(view.variable_data());
-    param->set_published(buffers.column ? view : at::Tensor());
-  }
+std::vector<std::int64_t> whole_sizes(const DedicatedParam& param) {
+  auto sizes = param.sizes();
+  if (param.part()) sizes.front() = param.part()->total;
+  return sizes;
 }
 
 }  // namespace
@@ -34,29 +28,11 @@ GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<De
                            const BufferPlacement& placement, MemoryLedger& ledger)
     : ledger_(ledger) {
   const at::NoGradGuard no_grad;
-  const auto rank = placement.rank;
-  const auto compute = at::TensorOptions().dtype(placement.compute_dtype).device(placement.device);
-  std::int64_t gather_numel = 0;
+  const auto places = plan::gather_places(layout, placement.rank.shard);
+  gather_ = at::empty({places.numel}, at::TensorOptions().dtype(placement.compute_dtype).device(placement.device));
   for (const auto& segment : layout.segments) {
-    if (segment.owner.shard != rank.shard) gather_numel += segment.numel;
-  }
-  gather_ = at::empty({gather_numel}, compute);
-  std::int64_t gather_offset = 0;
-  for (const auto& segment : layout.segments) {
-    auto& buffers = segments_.emplace_back();
-    buffers.owner = segment.owner;
-    buffers.owned = segment.owner == rank;
-    buffers.column = segment.owner.shard == rank.shard;
-    if (placement.shared.defined()) buffers.place = placement.places.at(segments_.size() - 1);
-    if (buffers.owned) place_masters(segment, buffers, members, placement);
-    if (!buffers.column) {
-      buffers.compute = gather_.narrow(0, std::exchange(gather_offset, gather_offset + segment.numel), segment.numel);
-    } else if (buffers.owned && !placement.replicated && buffers.master.scalar_type() == placement.compute_dtype) {
-      buffers.compute = buffers.master;
-    } else {
-      buffers.compute = make_sent(placement, buffers.place, segment.numel, placement.compute_dtype);
-    }
-    link_unsharded(segment, buffers, members);
+    segments_.push_back(make_segment(segment, places.offsets[segments_.size()], members, placement));
+    const auto& buffers = segments_.back();
     if (buffers.column && !buffers.compute.is_same(buffers.master)) resident_bytes_ += bytes_of(buffers.compute);
     resident_bytes_ += bytes_of(buffers.master);
   }
@@ -69,6 +45,44 @@ GroupBuffers::GroupBuffers(const plan::GroupLayout& layout, const std::vector<De
 GroupBuffers::~GroupBuffers() {
   ledger_.add(-resident_bytes_);
   if (gather_.storage().nbytes() != 0) ledger_.add(-gather_bytes_);
+}
+
+SegmentBuffers GroupBuffers::make_segment(const plan::Segment& segment, std::int64_t offset,
+                                          const std::vector<DedicatedParamPtr>& members,
+                                          const BufferPlacement& placement) {
+  SegmentBuffers buffers;
+  buffers.owner = segment.owner;
+  buffers.owned = segment.owner == placement.rank;
+  buffers.column = segment.owner.shard == placement.rank.shard;
+  if (placement.shared.defined()) buffers.place = placement.places.at(segments_.size());
+  if (buffers.owned) place_masters(segment, buffers, members, placement);
+  if (!buffers.column) {
+    buffers.compute = gather_.narrow(0, offset, segment.part ? segment.payload : segment.numel);
+  } else if (buffers.owned && !placement.replicated && buffers.master.scalar_type() == placement.compute_dtype) {
+    buffers.compute = buffers.master;
+  } else {
+    buffers.compute = make_sent(placement, buffers.place, segment.numel, placement.compute_dtype);
+  }
+  if (segment.part && buffers.column) buffers.slice = gather_.narrow(0, offset, segment.payload);
+  link_unsharded(segment, buffers, offset, members);
+  return buffers;
+}
+
+// Leaves keep their identity; only their data moves.
+void GroupBuffers::link_unsharded(const plan::Segment& segment, const SegmentBuffers& buffers, std::int64_t offset,
+                                  const std::vector<DedicatedParamPtr>& members) const {
+  for (const auto& packed : segment.matrices) {
+    const auto& param = members[static_cast<size_t>(packed.matrix)];
+    const auto view = buffers.compute.narrow(0, packed.offset, packed.numel).view(param->sizes());
+    param->set_published(buffers.column ? view : at::Tensor());
+    at::Tensor leaf = param->unsharded();
+    if (!segment.part) {
+      leaf.set_data(view.variable_data());
+    } else if (param->leads()) {
+      const auto whole = gather_.narrow(0, offset, segment.part->whole_numel).view(whole_sizes(*param));
+      leaf.set_data(whole.variable_data());
+    }
+  }
 }
 
 void GroupBuffers::place_masters(const plan::Segment& segment, SegmentBuffers& buffers,
@@ -91,7 +105,10 @@ void GroupBuffers::place_masters(const plan::Segment& segment, SegmentBuffers& b
 std::vector<OwnerSegment> GroupBuffers::broadcast_segments() const {
   std::vector<OwnerSegment> segments;
   segments.reserve(segments_.size());
-  for (const auto& segment : segments_) segments.push_back({segment.owner.shard, segment.compute, segment.place});
+  for (const auto& segment : segments_) {
+    const auto sent = segment.slice.defined() ? segment.compute.narrow(0, 0, segment.slice.numel()) : segment.compute;
+    segments.push_back({segment.owner.shard, sent, segment.place});
+  }
   return segments;
 }
 
@@ -136,6 +153,12 @@ void GroupBuffers::allocate_gather() {
   if (gather_bytes_ == 0 || gather_.storage().nbytes() != 0) return;
   resize_storage(gather_, gather_bytes_);
   ledger_.add(gather_bytes_);
+}
+
+void GroupBuffers::join_parts() const {
+  for (const auto& segment : segments_) {
+    if (segment.slice.defined()) segment.slice.copy_(segment.compute.narrow(0, 0, segment.slice.numel()));
+  }
 }
 
 void GroupBuffers::release_gather() {

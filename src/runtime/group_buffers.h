@@ -30,6 +30,7 @@ struct SegmentBuffers {
   bool column = false;      ///< this rank sends it: `compute` is resident
   at::Tensor master;        ///< [numel] master dtype; defined on the owner only
   at::Tensor compute;       ///< [numel] compute dtype: the published copy (column) or a slice of the gather buffer
+  at::Tensor slice;         ///< of a part of this column: [payload] its rows in the gather buffer, where it is whole
   std::int64_t place = -1;  ///< of the published copy in its row owner's shared memory
 };
 
@@ -58,9 +59,16 @@ class GroupBuffers {
   /// Throws, naming the parameter, if an owned master has changed since the last refresh.
   void check_published() const;
   void allocate_gather();
+  /// This column's parts of parameters that are cut by rows join the others' in the gather buffer.
+  void join_parts() const;
   void release_gather();
 
  private:
+  [[nodiscard]] SegmentBuffers make_segment(const plan::Segment& segment, std::int64_t offset,
+                                            const std::vector<DedicatedParamPtr>& members,
+                                            const BufferPlacement& placement);
+  void link_unsharded(const plan::Segment& segment, const SegmentBuffers& buffers, std::int64_t offset,
+                      const std::vector<DedicatedParamPtr>& members) const;
   void place_masters(const plan::Segment& segment, SegmentBuffers& buffers,
                      const std::vector<DedicatedParamPtr>& members, const BufferPlacement& placement);
   void relink_masters();

@@ -31,9 +31,9 @@ std::vector<int> reverse_order(size_t count) {
 std::int64_t gradient_bytes(const std::vector<DedicatedParamPtr>& params) {
   std::int64_t bytes = 0;
   for (const auto& param : params) {
-    for (const auto* leaf : {&param->registered(), &param->unsharded()}) {
-      if (leaf->grad().defined()) bytes += static_cast<std::int64_t>(leaf->grad().nbytes());
-    }
+    bytes += param->gradient_bytes();
+    const auto& unreduced = param->unsharded().grad();
+    if (param->leads() && unreduced.defined()) bytes += static_cast<std::int64_t>(unreduced.nbytes());
   }
   return bytes;
 }
@@ -62,7 +62,8 @@ Runtime::Runtime(plan::Plan plan, std::vector<ParamSpec> params, std::vector<Gro
                     " matrices, but ", params.size(), " parameters were given");
   check_inputs(groups);
   for (size_t i = 0; i < params.size(); ++i) {
-    params_.push_back(c10::make_intrusive<DedicatedParam>(std::move(params[i]), plan_.owners[i], rank_));
+    params_.push_back(
+        c10::make_intrusive<DedicatedParam>(std::move(params[i]), plan_.matrices[i].part, plan_.owners[i], rank_));
   }
   for (size_t g = 0; g < groups.size(); ++g) {
     std::vector<DedicatedParamPtr> members(params_.size());
@@ -154,6 +155,13 @@ void Runtime::rebind(int matrix, at::Tensor registered) {
   materialized_ = false;
 }
 
+void Runtime::reshow(int matrix, const at::Tensor& sharded) {
+  const auto& whole = params_.at(static_cast<size_t>(matrix))->unsharded();
+  for (const auto& param : params_) {
+    if (param->unsharded().is_same(whole)) param->replace_sharded(sharded);
+  }
+}
+
 // ---- forward ----------------------------------------------------------------------------------------------------
 
 void Runtime::begin_forward() {
@@ -187,6 +195,7 @@ void Runtime::end_forward(const std::vector<at::Tensor>& outputs) {
 
 std::vector<at::Tensor> Runtime::pre_forward(int index, const std::vector<at::Tensor>& inputs) {
   auto& group = *groups_.at(static_cast<size_t>(index));
+  check_devices(group, inputs);
   ++group.compute_depth;
   group.touched = true;
   for (const auto& param : group.params()) param->follow_requires_grad();
@@ -198,6 +207,16 @@ std::vector<at::Tensor> Runtime::pre_forward(int index, const std::vector<at::Te
     gather_for_forward(group);
   }
   return enter_graph(group, inputs);
+}
+
+// Torch would compute with a meta tensor, and give values that mean nothing.
+void Runtime::check_devices(const DedicatedParamGroup& group, const std::vector<at::Tensor>& inputs) const {
+  for (const auto& input : inputs) {
+    TORCH_CHECK(!input.is_meta() || device_.is_meta(), "[dmuon.runtime] an input of module '", group.name(),
+                "' is on the meta device, expected ", device_,
+                ". It may have been moved to the device of a dedicated parameter, which outside its module is a "
+                "placeholder on the ranks that do not own it: move it to a device that is named, or to the input's.");
+  }
 }
 
 void Runtime::gather(DedicatedParamGroup& group, Source source) {

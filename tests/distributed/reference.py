@@ -45,10 +45,15 @@ class TinyModel(nn.Module):
         self.head = nn.Linear(dim, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens.to(self.embedding.weight.device))  # FSDP2 does it, where there is one
+        x = self.embedding(tokens.to(device_of(self)))  # FSDP2 does it, where there is one
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where it computes; placeholders are on the meta device."""
+    return next(p.device for p in model.parameters() if not p.is_meta)
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:

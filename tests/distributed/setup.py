@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon import _cut
 
 
 @dataclass
@@ -29,6 +31,8 @@ class Setup:
     replicate_async: bool = True
     comm: str | None = None
     """None: as the launch says (--comm)."""
+    cut_elements: int = 200
+    """In recipe c, from how many on an elementwise parameter is cut by rows."""
     predicate: Callable[[str, nn.Parameter], bool] = is_matrix
     layers: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: model.layers
     """What recipe a wraps besides the root."""
@@ -40,16 +44,17 @@ class Setup:
     def wrap(self, model: nn.Module, mesh: DeviceMesh) -> dmuon.Assignment:
         policy = self.policy if self.dtype else None
         hsdp = mesh.ndim == 2
-        assignment = dmuon.dedicate_params(
-            model,
-            mesh.axes["shard"] if hsdp else mesh,
-            self.predicate,
-            replicate_mesh=mesh.axes["replicate"] if hsdp else None,
-            reshard_after_forward=self.z3,
-            mp_policy=policy,
-            elementwise=(lambda name, p: True) if self.recipe == "c" else None,
-            **({} if self.comm is None else {"comm": self.comm}),
-        )
+        with mock.patch.object(_cut, "LEAST_ELEMENTS", self.cut_elements):
+            assignment = dmuon.dedicate_params(
+                model,
+                mesh.axes["shard"] if hsdp else mesh,
+                self.predicate,
+                replicate_mesh=mesh.axes["replicate"] if hsdp else None,
+                reshard_after_forward=self.z3,
+                mp_policy=policy,
+                elementwise=(lambda name, p: True) if self.recipe == "c" else None,
+                **({} if self.comm is None else {"comm": self.comm}),
+            )
         if self.recipe == "c":
             return assignment
         kwargs = {"mesh": mesh, "reshard_after_forward": self.z3, "mp_policy": self.policy}
@@ -85,6 +90,10 @@ def check_invariants(model: nn.Module) -> None:
     dmuon.check_invariants(model)
     shard = model._dmuon.comms[0].rank()
     for param in dmuon.get_dedicated_params(model):
+        if param.owner_rank is None:  # every rank owns its rows
+            rows = param.parameter.to_local().shape[0]
+            assert param.is_owner == (rows > 0) == (param._owned_data is not None), f"I1, I2: {param}"
+            continue
         column = param.owner_rank if isinstance(param.owner_rank, int) else param.owner_rank[0]
         assert param.is_owner == (not param.parameter.is_meta), f"I1: {param}"
         assert (param._owned_data is not None) == (column == shard), f"I2: {param}"
@@ -124,7 +133,7 @@ def align(model: nn.Module, reference: Reference) -> None:
         for name, target in reference.model.named_parameters():
             if name in values:
                 target.copy_(values[name])
-            if names[name] in dedicated:
+            if dedicated.get(names[name]) is not None:
                 dist.broadcast(target, src=global_rank(mesh_of(model), dedicated[names[name]]))
 
 

@@ -118,7 +118,7 @@ def test_async_equals_sync_bit_for_bit(mesh_2d, rank, dtype):
 
 def test_no_fully_shard_and_one_owner_each(mesh, world_size):
     """Every parameter has one owner, and small ones travel with the group of their layer or of the root."""
-    model, optimizer, _ = recipe_c().build(mesh)
+    model, optimizer, _ = recipe_c(cut_elements=1 << 40).build(mesh)
     assert [group.name for group in model._dmuon.groups] == ["", "layers.0", "layers.1"]
     assert len(dmuon.get_dedicated_params(model)) == len(list(model.parameters()))
     kinds = {param.name: param.elementwise for param in dmuon.get_dedicated_params(model)}
@@ -143,16 +143,23 @@ def test_large_ones_have_groups_of_their_own(mesh):
     assert groups["embedding"] == {"embedding.weight"} and groups["head"] == {"head.weight"}
 
 
+def bytes_of_moments(optimizer: dmuon.Muon) -> int:
+    """Momentum and AdamW's moments that this rank holds."""
+    values = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    return sum(value.nbytes for value in values if not value.is_meta)
+
+
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
 @pytest.mark.parametrize("dtype", [None, BF16], ids=["fp32", "bf16"])
-def test_bytes_and_memory_are_those_of_the_formulas(mesh, rank, world_size, z3, dtype):
+@pytest.mark.parametrize("cut", [1 << 17, 1 << 40], ids=["cut", "whole"])
+def test_bytes_and_memory_are_those_of_the_formulas(mesh, rank, world_size, z3, dtype, cut):
     def make() -> TinyModel:  # no padding on the wire, and large enough for groups of their own
         model = TinyModel(dim=32, hidden=64, layers=4)
         model.embedding = nn.Embedding(4096, 32)
         model.head = nn.Linear(32, 4096, bias=False)
         return model
 
-    model, optimizer, _ = recipe_c(z3=z3, dtype=dtype, make=make).build(mesh)
+    model, optimizer, _ = recipe_c(z3=z3, dtype=dtype, make=make, cut_elements=cut).build(mesh)
 
     def step() -> None:
         loss_of(model, batch(7, rank)).backward()
@@ -175,8 +182,7 @@ def test_bytes_and_memory_are_those_of_the_formulas(mesh, rank, world_size, z3, 
     if world_size > 1:
         assert (stats.broadcast_calls, stats.reduce_calls) == (gathers * 6, 6)
     report = dmuon.memory_report(model)
-    values = [(key, value) for state in optimizer.state.values() for key, value in state.items() if not value.is_meta]
-    moments = sum(value.nbytes for key, value in values if key != "step")
+    moments = bytes_of_moments(optimizer)
     assert moments == report.predicted_momentum
     assert report.live + moments == report.predicted_resident
     predicted = max(report.predicted_forward_peak, report.predicted_backward_peak)
@@ -198,7 +204,8 @@ def test_frozen_and_unfrozen(mesh, rank, world_size, z3):
     frozen = {n: v.clone() for n, v in full_values(model).items() if n.startswith(("embedding", "layers.0.norm."))}
     for step in range(4):
         if step == 2:
-            assert all(torch.equal(full_values(model)[name], value) for name, value in frozen.items())
+            values = full_values(model)  # collective
+            assert all(torch.equal(values[name], value) for name, value in frozen.items())
             for each in (model, reference.model):
                 each.embedding.requires_grad_(True)
                 each.head.requires_grad_(False)
@@ -295,13 +302,14 @@ class Pieces(nn.Module):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("seed", range(10))
 def test_random_shapes_and_uses(mesh, hsdp_mesh, rank, world_size, seed):
-    """1-D to 4-D, single elements, sizes that nothing divides; each rank uses parameters of its own choice."""
+    """1-D to 4-D, single elements, sizes that nothing divides, all cut or some or none; each rank uses some of them."""
     dice = random.Random(seed)
     shapes = [tuple(dice.randint(1, 7) for _ in range(dice.randint(1, 4))) for _ in range(dice.randint(2, 8))]
     uses = [[{i for i in range(len(shapes) + 1) if dice.random() < 0.8} for _ in range(world_size)] for _ in range(4)]
     chosen_mesh = dice.choice([mesh, hsdp_mesh] if world_size != 3 else [mesh])
     setup = recipe_c(
         z3=dice.random() < 0.5,
+        cut_elements=dice.choice([1, 20, 1 << 40]),
         make=lambda: Pieces(shapes, seed),
         predicate=lambda name, p: name == "matrix.weight" or ("layers" in name and p.ndim == 2),
     )

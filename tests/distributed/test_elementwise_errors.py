@@ -117,6 +117,17 @@ def test_a_sparse_gradient(mesh, rank):
         loss_of(model, batch(0, rank)).backward()
 
 
+def test_inputs_on_the_meta_device(mesh, rank):
+    """As after `tokens.to(model.embedding.weight.device)` on a rank that does not own it: torch computes with them."""
+    model = TinyModel()
+    dmuon.dedicate_params(model, mesh, is_matrix, elementwise=everything)
+    with pytest.raises(
+        RuntimeError, match=r"an input of module 'layers\.1' is on the meta device, expected (cpu|cuda)"
+    ):
+        model.layers[1](torch.zeros(2, 3, 24, device="meta"))
+    loss_of(model, batch(0, rank)).backward()
+
+
 class Attending(nn.Module):
     """Attention outside layers, whose output projection is never called; and parameters in a list."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from reference import Block, TinyModel, batch, loss_of
+from reference import Block, TinyModel, batch, device_of, loss_of
 from setup import Setup, assert_same, check_invariants, step_both, update_tolerance
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -27,7 +27,7 @@ class LoopModel(TinyModel):
         super().__init__(dim=16, hidden=24, layers=4)
 
     def forward(self, tokens, order=(0, 1, 2, 3), nested=False, reentrant=None, contexts=None):
-        x = self.embedding(tokens.to(self.embedding.weight.device))
+        x = self.embedding(tokens.to(device_of(self)))
         hidden = [x]
         extra = {"context_fn": contexts} if contexts else {}
         for index in order:

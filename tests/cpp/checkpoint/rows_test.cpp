@@ -52,7 +52,7 @@ TEST(RowRange, FollowsChunk) {
     for (int parts = 1; parts <= 6; ++parts) {
       const auto chunks = at::arange(rows).chunk(parts);
       for (int part = 0; part < parts; ++part) {
-        const auto range = row_range(rows, parts, part);
+        const auto range = plan::row_range(rows, parts, part);
         const bool some = static_cast<size_t>(part) < chunks.size();
         EXPECT_EQ(range.count(), some ? chunks[static_cast<size_t>(part)].numel() : 0) << rows << " over " << parts;
         if (some) {
@@ -61,7 +61,7 @@ TEST(RowRange, FollowsChunk) {
       }
     }
   }
-  EXPECT_THROW(static_cast<void>(row_range(4, 2, 2)), c10::ValueError);
+  EXPECT_THROW(static_cast<void>(plan::row_range(4, 2, 2)), std::invalid_argument);
 }
 
 class RowsOnMeshes : public ::testing::TestWithParam<Mesh> {};
@@ -81,7 +81,7 @@ TEST_P(RowsOnMeshes, EveryRankHasItsRowsAndTheOwnerGetsThemBack) {
       const auto place = place_of(rows, cols, owner);
       const auto matrix = at::arange(rows * cols, at::kFloat).view({rows, cols}).add(100 * seed);
       const auto mine = scatter_rows(axes, place, here == owner ? matrix : at::Tensor());
-      const auto range = row_range(rows, GetParam().shard, here.shard);
+      const auto range = plan::row_range(rows, GetParam().shard, here.shard);
       EXPECT_TRUE(mine.equal(matrix.narrow(0, range.begin, range.count()))) << "seed " << seed << ", rank " << rank;
       EXPECT_EQ(mine.storage().nbytes(), mine.nbytes()) << "rows must not keep a padded buffer alive";
       const auto back = here == owner ? at::zeros_like(matrix) : at::Tensor();

@@ -23,10 +23,10 @@ void run_micro_batch(Trainer& trainer, const MicroBatch& micro, int index) {
 std::string describe(const TrainSetup& setup) {
   const auto& shape = setup.shape;
   return c10::str(setup.ranks, " ranks, ", setup.replicas, " replicas ", setup.publish_async ? "async, " : "sync, ",
-                  setup.reshard_after_forward ? "Z3, " : "Z2, ", setup.shares ? "shared memory, " : "", shape.blocks,
-                  " blocks", shape.nested ? ", nested" : "", setup.param_dtype ? ", bf16" : "",
-                  shape.trains_embedding ? "" : ", frozen embedding", ", frozen {", c10::Join(" ", shape.frozen),
-                  "}\n");
+                  setup.reshard_after_forward ? "Z3, " : "Z2, ", setup.shares ? "shared memory, " : "",
+                  setup.cut ? "cut, " : "", shape.blocks, " blocks", shape.nested ? ", nested" : "",
+                  setup.param_dtype ? ", bf16" : "", shape.trains_embedding ? "" : ", frozen embedding", ", frozen {",
+                  c10::Join(" ", shape.frozen), "}\n");
 }
 
 std::string describe(const MicroBatch& micro) {
@@ -56,6 +56,8 @@ RandomCase::RandomCase(unsigned seed) : random_(seed) {
     for (int i = 0; i < count; ++i) step.push_back(micro_batch(i + 1 == count));
   }
   if (sums_wait_inside_replicas()) add_in_double();
+  setup.cut = one_in(3);
+  if (setup.cut) setup.muon = false;
 }
 
 bool RandomCase::sums_wait_inside_replicas() const {

@@ -66,8 +66,22 @@ DedicateOptions dedicate_options(const TrainSetup& setup) {
   options.runtime.cast_forward_inputs = setup.param_dtype.has_value();
   options.runtime.reshard_after_forward = setup.reshard_after_forward;
   options.runtime.reproducible = setup.reproducible;
+  if (setup.cut) options.cut_elements = 1;
   if (setup.small_matrix_threshold) options.plan.small_matrix_threshold = *setup.small_matrix_threshold;
   return options;
+}
+
+std::vector<HookModule> modules_of(const ToyModel& model, bool cut) {
+  auto modules = model.hook_modules();
+  for (auto& module : modules) {
+    if (cut) std::swap(module.matrices, module.elementwise);
+  }
+  return modules;
+}
+
+// Without the rows of a part.
+std::string whole_name(const DedicatedParam& param) {
+  return param.part() ? param.name().substr(0, param.name().find('[')) : param.name();
 }
 
 class ThreadRank final : public Trainer {
@@ -82,7 +96,7 @@ class ThreadRank final : public Trainer {
         reduce_(record(setup, shared.reduce, 1, rank)),
         replicate_(record(setup, shared.replicate, 2, rank)),
         rest_(make_thread_communicator(shared.rest, rank)),
-        runtime_(dedicate(model_.hook_modules(), {gather_, reduce_, setup.replicas > 1 ? replicate_ : nullptr},
+        runtime_(dedicate(modules_of(model_, setup.cut), {gather_, reduce_, setup.replicas > 1 ? replicate_ : nullptr},
                           dedicate_options(setup))) {
     for (const auto& [name, weight] : model_.rest()) rest_weights_.push_back(weight);
     broadcast_from_first(*rest_, rest_weights_, at::kCPU);
@@ -126,7 +140,7 @@ class ThreadRank final : public Trainer {
     for (const auto& param : runtime_->params()) {
       const auto gradient = param->reduced_grad();
       if (!gradient.defined()) continue;
-      note_stepped(param->name(), gradient);
+      note_stepped(*param, gradient);
       if (!setup_.muon) sgd(param->registered(), gradient);
       auto& momentum = momenta_[param->name()];
       if (!momentum.defined()) momentum = at::zeros_like(gradient);
@@ -145,7 +159,7 @@ class ThreadRank final : public Trainer {
     runtime_->check_replicas();
     const std::lock_guard<std::mutex> lock(shared_.mutex);
     for (const auto& param : runtime_->params()) {
-      if (param->is_owner()) shared_.trained.weights[param->name()] = param->registered().detach().clone();
+      if (param->is_owner()) hand_over(*param);
     }
     for (const auto& [name, momentum] : momenta_) shared_.trained.momenta[name] = momentum;
     for (const auto& [name, weight] : model_.rest()) {
@@ -160,10 +174,17 @@ class ThreadRank final : public Trainer {
     for (const auto& weight : rest_weights_) sgd(weight, weight.grad());
   }
 
-  void note_stepped(const std::string& name, const at::Tensor& gradient) {
+  void note_stepped(const DedicatedParam& param, const at::Tensor& gradient) {
     const std::lock_guard<std::mutex> lock(shared_.mutex);
-    shared_.trained.gradients[static_cast<size_t>(step_)][name] = gradient.clone();
-    shared_.trained.stepped[static_cast<size_t>(step_)].insert(name);
+    shared_.trained.gradients[static_cast<size_t>(step_)][param.name()] = gradient.clone();
+    shared_.trained.stepped[static_cast<size_t>(step_)].insert(whole_name(param));
+  }
+
+  void hand_over(const DedicatedParam& param) {
+    auto& whole = shared_.trained.weights[whole_name(param)];
+    if (!whole.defined()) whole = at::full_like(param.unsharded(), NAN, param.registered().options());
+    const auto first = param.part() ? param.part()->first : 0;
+    whole.narrow(0, first, param.sizes().front()).copy_(param.registered());
   }
 
   void count_traffic() {

@@ -31,6 +31,7 @@ struct TrainSetup {
   bool trains_rest = true;                                 ///< false: what is not dedicated keeps its initial values
   bool reproducible = false;                               ///< of thread ranks: sums in a fixed tree
   bool publish_async = true;                               ///< with replicas: not waited for at the end of a step
+  bool cut = false;                                        ///< SGD on matrices that are cut by rows over all ranks
   bool shares = false;                                     ///< communicators of thread ranks share memory
   Decorate decorate{};                                     ///< unset: none
   std::chrono::milliseconds timeout = std::chrono::seconds(10);  ///< of waits for other thread ranks
