@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "dmuon/layout.h"
 
@@ -21,6 +22,7 @@ struct MemoryOptions {
   bool reshard_after_forward = true;
   std::int64_t outgoing = 0;        ///< bytes that peers read gradients from; 0: what is sent needs reduce buffers
   std::int64_t received_bytes = 0;  ///< with them: what the column receives of its peers' gradients, bytes per element
+  std::vector<int> last_inside{};   ///< [groups] the last one whose module lies inside this one's; empty: none does
   bool replicated = false;  ///< there is a replicate mesh: stage 2 of one group is in flight while the next is reduced
 };
 
@@ -37,7 +39,7 @@ struct MemoryEstimate {
   [[nodiscard]] std::int64_t peak() const { return forward_peak > backward_peak ? forward_peak : backward_peak; }
 };
 
-/// `groups` in canonical (module) order.  `rank` is the slot of the rank asked about.
+/// `groups` in canonical (module) order: those inside a module follow it.  `rank` is the slot of the rank asked about.
 /// The schedule counted is the one the runtime runs: prefetch depth one, one reduction outstanding.
 [[nodiscard]] MemoryEstimate predict_memory(std::span<const GroupLayout> groups, Slot rank,
                                             const MemoryOptions& options);

@@ -129,6 +129,8 @@ class Runtime : public torch::CustomClassHolder {
   [[nodiscard]] plan::Slot rank() const { return rank_; }
   [[nodiscard]] const std::vector<DedicatedParamPtr>& params() const { return params_; }
   [[nodiscard]] const std::vector<DedicatedParamGroupPtr>& groups() const { return groups_; }
+  /// [groups] the last one whose module lies inside this one's.
+  [[nodiscard]] std::vector<int> last_inside() const;
   [[nodiscard]] at::ScalarType compute_dtype() const { return compute_dtype_; }
   [[nodiscard]] at::ScalarType reduce_dtype() const { return options_.reduce_dtype.value_or(compute_dtype_); }
 

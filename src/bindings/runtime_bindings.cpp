@@ -67,6 +67,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> predict_memory(const RuntimePtr& 
   options.reshard_after_forward = self->groups().front()->reshard_after_forward;
   options.outgoing = self->outgoing_bytes();
   options.received_bytes = self->received_bytes();
+  options.last_inside = self->last_inside();
   options.replicated = self->plan().mesh.replicate > 1;
   std::vector<plan::GroupLayout> layouts;
   for (const auto& group : self->groups()) layouts.push_back(group->layout());

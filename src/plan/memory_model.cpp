@@ -1,6 +1,7 @@
 #include "dmuon/memory_model.h"
 
 #include <algorithm>
+#include <set>
 #include <vector>
 
 namespace dmuon::plan {
@@ -64,17 +65,29 @@ class Schedule {
     return (options_.grad_aliases_reduce ? group.own_padded : group.own_payload) * options_.master_bytes;
   }
 
-  /// Gather buffers of one group; none for an index outside the list.
-  [[nodiscard]] std::int64_t gather(int index) const {
-    if (index < 0 || index > last()) return 0;
-    return sizes_[index].gathered * options_.compute_bytes;
+  [[nodiscard]] std::int64_t gather(int index) const { return sizes_[index].gathered * options_.compute_bytes; }
+
+  /// Group `index`, if there is one, and those around it, which are in use as long as it is.
+  [[nodiscard]] std::set<int> in_use_with(int index) const {
+    std::set<int> groups;
+    if (index < 0 || index > last()) return groups;
+    groups.insert(index);
+    for (int i = 0; i < index && !options_.last_inside.empty(); ++i) {
+      if (options_.last_inside[i] >= index) groups.insert(i);
+    }
+    return groups;
   }
 
   /// Gather buffers while group `index` is the last one in use and its neighbour is prefetched.
   [[nodiscard]] std::int64_t live_gathers(int index, int neighbour) const {
-    if (options_.reshard_after_forward) return gather(index) + gather(neighbour);
+    std::set<int> groups = in_use_with(index);
+    if (neighbour >= 0 && neighbour <= last()) groups.insert(neighbour);
+    if (!options_.reshard_after_forward) {
+      groups.clear();
+      for (int i = 0; i <= index; ++i) groups.insert(i);
+    }
     std::int64_t sum = 0;
-    for (int i = 0; i <= index; ++i) sum += gather(i);
+    for (const int i : groups) sum += gather(i);
     return sum;
   }
 
@@ -84,8 +97,11 @@ class Schedule {
     return peak;
   }
 
+  /// Of those in use: groups around this one may have all of theirs, from what came after it in forward.
   [[nodiscard]] std::int64_t unsharded_gradients(int index) const {
-    return index < 0 ? 0 : sizes_[index].payload * options_.compute_bytes;
+    std::int64_t sum = 0;
+    for (const int i : in_use_with(index)) sum += sizes_[i].payload * options_.compute_bytes;
+    return sum;
   }
 
   /// While a group's stage 1 is under way.

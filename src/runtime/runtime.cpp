@@ -376,6 +376,22 @@ void Runtime::check_invariants() const {
   }
 }
 
+// A module that ends after one that began after it encloses it.
+std::vector<int> Runtime::last_inside() const {
+  const auto count = static_cast<int>(groups_.size());
+  std::vector<int> ends(groups_.size());  // places in the order of exits, the last one first
+  for (int place = 0; place < count; ++place) {
+    ends[static_cast<size_t>(backward_gather_order_[static_cast<size_t>(place)])] = place;
+  }
+  std::vector<int> result(groups_.size());
+  for (int g = 0; g < count; ++g) {
+    int last = g;
+    while (last + 1 < count && ends[static_cast<size_t>(last + 1)] > ends[static_cast<size_t>(g)]) ++last;
+    result[static_cast<size_t>(g)] = last;
+  }
+  return result;
+}
+
 std::int64_t Runtime::live_bytes() const { return ledger_->live(); }
 std::int64_t Runtime::peak_bytes() const { return ledger_->peak(); }
 void Runtime::track_memory() { ledger_->enable(); }

@@ -44,6 +44,16 @@ TEST(PredictMemory, CountsCastGradientBesideItsReduceBuffer) {
   EXPECT_EQ(estimate.backward_peak, 292 + 16 * 2 + 15 * 2 + 24 * 2 + 20 * 4);  // the second group, finishing
 }
 
+TEST(PredictMemory, KeepsGroupsAroundTheOneInUse) {
+  std::vector<GroupLayout> groups = two_groups();
+  groups.push_back(groups.back());
+  const MemoryEstimate alone = predict_memory(groups, {0, 0}, {});
+  const MemoryEstimate around = predict_memory(groups, {0, 0}, {.last_inside = {2, 1, 2}});
+  EXPECT_EQ(alone.forward_peak, alone.resident() + (24 + 24) * 2);
+  EXPECT_EQ(around.forward_peak, alone.resident() + (8 + 24 + 24) * 2);
+  EXPECT_EQ(around.backward_peak - alone.backward_peak, 8 * 2 + 15 * 2);
+}
+
 TEST(PredictMemory, KeepsGathersWithoutReshard) {
   std::vector<GroupLayout> groups = two_groups();
   groups.insert(groups.begin(), {.segments = {segment({1, 0}, 8, 8)}});
