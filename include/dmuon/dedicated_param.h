@@ -19,12 +19,11 @@ namespace dmuon {
 ///   view of the packed master; elsewhere it is a meta tensor (or, before materialisation, meta everywhere).
 /// unsharded: leaf that modules compute with; its data is replaced by a view of the group's buffers and its identity
 ///   never changes.  The parts of a parameter that is cut by rows have one together, of the whole shape.
-/// sharded: for a part, the parameter that users see in the place of `registered`, which are its local rows (a
-/// DTensor);
-///   undefined: users see `registered`.  Its requires_grad, its `.grad` and its hooks count.  Because only its maker
-///   can look inside, `registered` then carries one post-accumulate-grad hook of his, which is called with `.grad`
-///   undefined to set it to the local rows of `sharded.grad()`, and with `.grad` defined to set `sharded`'s to it and
-///   clear it.  On a rank that owns no row the first part carries one, to give `sharded` a gradient without rows.
+/// sharded: of a part, what users see in the place of `registered`: a DTensor whose local rows are `registered` where
+///   this rank owns the part.  Undefined: users see `registered`.  Its requires_grad, `.grad` and hooks count.  Because
+///   only its maker can look inside, he gives `registered` one post-accumulate-grad hook.  Called with `.grad`
+///   undefined it sets that to the local rows of `sharded.grad()`; with `.grad` defined it moves it into `sharded`.  On
+///   a rank that owns no row the first part has one, which gives `sharded` a gradient without rows.
 struct ParamSpec {
   std::string name;
   std::vector<std::int64_t> sizes;
@@ -56,7 +55,6 @@ class DedicatedParam : public torch::CustomClassHolder {
   void follow_requires_grad();
   /// A new registered leaf (after `to_empty` or `to` replaced the module's parameter); not yet part of the master.
   void replace_registered(at::Tensor registered) { spec_.registered = std::move(registered); }
-
   /// Likewise for what users see of a part.
   void replace_sharded(at::Tensor sharded) { spec_.sharded = std::move(sharded); }
 

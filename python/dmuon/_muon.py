@@ -327,7 +327,6 @@ class _FiniteReport:
 def _split(params: Any, names: dict[nn.Parameter, str]) -> tuple[list, list, list, list]:
     """Floating ones, frozen ones too (they may be unfrozen): dedicated matrices, elementwise ones, DTensors, plain.
 
-
     Torch's foreach kernels do not mix DTensors with others.
     """
     split: tuple[list, list, list, list] = ([], [], [], [])
