@@ -10,7 +10,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dmuon/newton_schulz.h"
@@ -51,6 +53,12 @@ struct MuonMatrix {
 /// Returns, per matrix, a bool scalar tensor on its device: whether its update was finite.  A matrix whose update is
 /// not finite keeps that damage to itself.
 std::vector<at::Tensor> muon_step(const std::vector<MuonMatrix>& matrices, const MuonOptions& options);
+
+/// Bytes that muon_step takes on `device` at a time, beside its arguments and before the allocator rounds up, for
+/// contiguous matrices of these shapes (rows, cols), none of them empty.  Unset where it is not planned: on anything
+/// but Hopper GPUs, where kMaxBatchElements bounds it.
+[[nodiscard]] std::optional<std::int64_t> muon_workspace_bytes(
+    const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes, const NsOptions& options, c10::Device device);
 
 /// Elements of one Newton-Schulz batch (64 Mi) of the plain path: bounds the optimizer's workspace.
 inline constexpr std::int64_t kMaxBatchElements = std::int64_t{1} << 26;

@@ -197,9 +197,27 @@ class Muon(torch.optim.Optimizer):
             self._adamw.param_groups = [g | {"params": [local.get(p, p) for p in g["params"]]} for g in groups]
             self._adamw.step()
 
+    def workspace_bytes(self) -> int | None:
+        """Device memory that a step takes at a time for Newton-Schulz of this rank's matrices, before torch's allocator
+        rounds up; None where that is not planned (on anything but Hopper GPUs).
+        """
+        hyper, most = self._muon_groups(), 0
+        for dedication in self.dedications:
+            device = dedication.unsharded[0].device
+            for _, parameters in _batches(dedication):
+                for members in _by_group([p for p in parameters if p in hyper and p.requires_grad], hyper):
+                    taken = self._stepper.workspace_bytes([tuple(p.shape) for p in members], device)
+                    if taken is None:
+                        return None
+                    most = max(most, taken)
+        return most
+
+    def _muon_groups(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return {p: group for group in self.param_groups if group["use_muon"] for p in group["params"]}
+
     def _step_matrices(self, dedication: Dedication) -> None:
         runtime = dedication.runtime
-        hyper = {p: group for group in self.param_groups if group["use_muon"] for p in group["params"]}
+        hyper = self._muon_groups()
         for p in hyper:
             if p.requires_grad:
                 self._momentum_of(p)  # as AdamW's state of elementwise parameters
@@ -211,10 +229,7 @@ class Muon(torch.optim.Optimizer):
             runtime.wait_publishes()
 
     def _step_batch(self, parameters: list[nn.Parameter], hyper: dict[nn.Parameter, dict[str, Any]]) -> None:
-        by_group: dict[int, list[nn.Parameter]] = {}
-        for p in parameters:
-            by_group.setdefault(id(hyper[p]), []).append(p)
-        for members in by_group.values():
+        for members in _by_group(parameters, hyper):
             group = hyper[members[0]]
             rows = [(self._names[p], p.detach(), p.grad, self._momentum_of(p)) for p in members]
             flags = self._stepper.step(
@@ -299,6 +314,14 @@ def _batches(dedication: Dedication) -> Iterator[tuple[list[int], list[nn.Parame
             indices, owned = [], []
     if indices:
         yield indices, owned
+
+
+def _by_group(parameters: list[nn.Parameter], hyper: dict[nn.Parameter, dict[str, Any]]) -> list[list[nn.Parameter]]:
+    """Those of one parameter group together: one call steps them."""
+    members: dict[int, list[nn.Parameter]] = {}
+    for p in parameters:
+        members.setdefault(id(hyper[p]), []).append(p)
+    return list(members.values())
 
 
 class _FiniteReport:

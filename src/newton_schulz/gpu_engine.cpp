@@ -309,6 +309,25 @@ std::vector<at::Tensor> gpu_muon_step(const std::vector<GpuMuonMatrix>& matrices
   return results;
 }
 
+std::int64_t gpu_workspace_bytes(const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes,
+                                 const NsOptions& options) {
+  std::vector<PassMatrix> matrices;
+  for (const auto& [rows, cols] : shapes) {
+    auto& matrix = matrices.emplace_back();
+    matrix.rows = rows;
+    matrix.cols = cols;
+  }
+  std::int64_t most = 0;  // parts run one after the other
+  for (const Part& part : parts_of(matrices)) {
+    const WorkList list = list_for(key_of(part, options, at::Device(at::kCPU), Scalar::kFloat), options);
+    const auto halves = list.arena_elements * static_cast<std::int64_t>(sizeof(std::uint16_t));
+    const auto counters = list.counter_count * static_cast<std::int64_t>(sizeof(std::int32_t));
+    const auto norms = kernels::normalize_workspace(part.matrices) * static_cast<std::int64_t>(sizeof(double));
+    most = std::max(most, halves + counters + norms);
+  }
+  return most;
+}
+
 #else
 
 bool gpu_engine_supports(const at::Device&) { return false; }
@@ -319,6 +338,10 @@ std::vector<at::Tensor> gpu_newton_schulz(const std::vector<at::Tensor>&, const 
 
 std::vector<at::Tensor> gpu_muon_step(const std::vector<GpuMuonMatrix>&, const GpuMuonOptions&, const NsOptions&) {
   TORCH_INTERNAL_ASSERT(false, "built without kernels");
+}
+
+std::int64_t gpu_workspace_bytes(const std::vector<std::pair<std::int64_t, std::int64_t>>&, const NsOptions&) {
+  return 0;
 }
 
 #endif

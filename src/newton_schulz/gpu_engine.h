@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "dmuon/newton_schulz.h"
@@ -45,5 +46,10 @@ struct GpuMuonOptions {
 /// Returns, per matrix, a bool scalar tensor on the device: whether its direction was finite.
 [[nodiscard]] std::vector<at::Tensor> gpu_muon_step(const std::vector<GpuMuonMatrix>& matrices,
                                                     const GpuMuonOptions& muon, const NsOptions& options);
+
+/// Bytes of device memory that gpu_muon_step takes at a time for matrices of these shapes (rows, cols), before the
+/// allocator rounds up.  Without a GPU, too; 0 in a build without kernels.
+[[nodiscard]] std::int64_t gpu_workspace_bytes(const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes,
+                                               const NsOptions& options);
 
 }  // namespace dmuon

@@ -148,4 +148,10 @@ std::vector<at::Tensor> muon_step(const std::vector<MuonMatrix>& matrices, const
   return finite;
 }
 
+std::optional<std::int64_t> muon_workspace_bytes(const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes,
+                                                 const NsOptions& options, c10::Device device) {
+  if (!gpu_engine_supports(device)) return std::nullopt;
+  return gpu_workspace_bytes(shapes, options);
+}
+
 }  // namespace dmuon

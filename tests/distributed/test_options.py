@@ -152,3 +152,14 @@ def test_replicate_async(hsdp_mesh, rank):
 
     assert not pending_after_step(False)
     assert pending_after_step(True)
+
+
+def test_the_optimizer_reports_its_workspace(mesh):
+    """Of this rank's own matrices; where nothing is planned, that is said."""
+    optimizer = dmuon.Muon(build(mesh))
+    taken = optimizer.workspace_bytes()
+    if mesh.device_type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        assert taken is None
+    else:
+        largest = max(p.numel() for p in optimizer.param_groups[0]["params"] if not p.is_meta)
+        assert 4 * largest <= taken < 1 << 31

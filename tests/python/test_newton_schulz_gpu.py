@@ -38,3 +38,22 @@ def test_a_call_never_waits_for_the_gpu():
         dmuon.newton_schulz(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu(count=1)
+@pytest.mark.parametrize("shapes", [SHAPES, [(1024, 1024)] * 16, [(2048, 5632)] * 30, [(4096, 11008), (256, 8)]])
+def test_a_step_takes_the_memory_that_it_reports(shapes):
+    """At its largest, but for what torch's allocator rounds up to."""
+    stepper = torch.classes.dmuon.MuonStepper("gram", 5, "polar_express", "match_rms_adamw")
+    tensors = [[torch.randn(shape, device="cuda") for _ in range(3)] for shape in shapes]
+    rows = [(str(i), *three) for i, three in enumerate(tensors)]
+    for measured in (False, True):  # tables are made in the first one
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        flags = stepper.step(rows, (0.02, 0.95, 0.0, True))
+        if measured:
+            taken = torch.cuda.max_memory_allocated() - before
+            reported = stepper.workspace_bytes(shapes, torch.device("cuda"))
+            assert reported <= taken <= reported + 8192, (reported, taken)
+        del flags

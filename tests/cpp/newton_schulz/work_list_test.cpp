@@ -9,6 +9,7 @@
 #include <random>
 #include <set>
 
+#include "newton_schulz/gpu_engine.h"
 #include "newton_schulz/iteration.h"
 #include "newton_schulz/list_interpreter.h"
 #include "newton_schulz/matrices.h"
@@ -163,6 +164,21 @@ TEST(TileWidth, IsNarrowForFewProductsAndWideForMany) {
     EXPECT_GE(width, last);
     last = width;
   }
+}
+
+// Both iterates of a matrix in 16 bits at least, and not above the bound that newton_schulz.h gives.
+TEST(Workspace, IsBoundedAndThatOfTheLargestPart) {
+  const auto options = make_ns_options("gram", 5, "polar_express");
+  const std::vector<std::pair<std::int64_t, std::int64_t>> one{{2048, 5632}};
+  const auto single = gpu_workspace_bytes(one, options);
+  if (single == 0) GTEST_SKIP() << "built without kernels";
+  EXPECT_GE(single, 2 * 2048 * 5632 * 2);
+  const std::vector<std::pair<std::int64_t, std::int64_t>> full(23, one.front());  // 2^28 elements at most in a part
+  const std::vector<std::pair<std::int64_t, std::int64_t>> three(69, one.front());
+  EXPECT_GT(gpu_workspace_bytes(full, options), 5 * single);
+  EXPECT_LE(gpu_workspace_bytes(full, options), 3 * (std::int64_t{1} << 29));
+  EXPECT_EQ(gpu_workspace_bytes(three, options), gpu_workspace_bytes(full, options));
+  EXPECT_EQ(gpu_workspace_bytes({}, options), 0);
 }
 
 }  // namespace
