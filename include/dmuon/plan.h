@@ -145,8 +145,8 @@ struct Plan {
 /// within Graham's bound (1969), 4/3 - 1/(3 slots) of the optimum.  Ties break by bytes, then by input order and slot
 /// index.  Parts that cut_by_rows made stay with their owners, consecutive as it gave them, and count as load.
 /// Throws std::invalid_argument (with the name of the matrix or option) for an empty list, a duplicate name, a size or
-/// mesh axis below 1, a part outside the mesh, a senseless option, or a cap that cannot be met.
-/// O(P log P) plus the bounded search; 100 k matrices on 1024 slots take under 100 ms.
+/// mesh axis below 1, a part outside the mesh or apart from the others of its parameter, a senseless option, or a cap
+/// that cannot be met. O(P log P) plus the bounded search; 100 k matrices on 1024 slots take under 100 ms.
 [[nodiscard]] Plan compute_balanced_assignment(std::vector<Matrix> matrices, MeshShape mesh,
                                                const PlanOptions& options = {});
 

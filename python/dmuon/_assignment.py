@@ -69,7 +69,5 @@ def compute_balanced_assignment(
     Returns a plan with `owners()`, `costs()`, `loads()`, `imbalance()`, `lower_bound()`, `balance_note()`,
     `fingerprint()` and `table()`.  Raises ValueError for bad input.
     """
-    threshold = torch.ops.dmuon.small_param_threshold() if small_param_threshold is None else small_param_threshold
     inputs = [(name, rows, cols, layer, any(mark)) for name, rows, cols, layer, *mark in matrices]
-    rows = PlanRows(inputs, shard, replicate).rows
-    return torch.classes.dmuon.Plan(rows, shard, replicate, owner_strategy, threshold)
+    return PlanRows(inputs, shard, replicate).plan(owner_strategy, small_param_threshold)

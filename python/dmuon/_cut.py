@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ._handles import DedicatedParam, is_elementwise
+from ._handles import DedicatedParam, is_cut
 
 LEAST_ELEMENTS: int = torch.ops.dmuon.cut_elements()
 """Smaller ones are owned whole."""
@@ -25,6 +25,7 @@ class PlanRows:
 
     def __init__(self, parameters: Sequence[tuple[str, int, int, str, bool]], shard: int, replicate: int) -> None:
         """parameters: (name, rows, columns, layer key, elementwise); large elementwise ones are cut."""
+        self.shape = (shard, replicate)
         self.rows: list[PlanRow] = []
         self.places: list[list[int]] = []
         for name, height, width, layer, elementwise in parameters:
@@ -38,8 +39,14 @@ class PlanRows:
         """Groups of parameters as groups of rows."""
         return [(name, [row for i in indices for row in self.places[i]]) for name, indices in groups]
 
-    def height(self, row: int) -> int:
-        return self.rows[row][1][0]
+    def part(self, row: int) -> tuple[int, int]:
+        """The first row of the parameter that it has, and the one after its last."""
+        height, _, first, *_ = self.rows[row][1]
+        return first, first + height
+
+    def plan(self, owner_strategy: str, small_param_threshold: int | None = None) -> torch.ScriptObject:
+        threshold = torch.ops.dmuon.small_param_threshold() if small_param_threshold is None else small_param_threshold
+        return torch.classes.dmuon.Plan(self.rows, *self.shape, owner_strategy, threshold)
 
 
 class CutMesh:
@@ -59,13 +66,6 @@ class CutMesh:
     @property
     def placements(self) -> list[Shard]:
         return [Shard(0)] * self.mesh.ndim
-
-    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows; a view."""
-        for count, index in zip(self.mesh.shape, self.mesh.get_coordinate(), strict=True):
-            pieces = whole.chunk(count)
-            whole = pieces[index] if index < len(pieces) else whole[:0]
-        return whole
 
     def wrap(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
         """A DTensor of `shape` with exactly `local` inside."""
@@ -119,14 +119,20 @@ class CutParam(DedicatedParam):
     """One that is cut: every rank owns its rows of it."""
 
     def __init__(
-        self, handles: list[torch.ScriptObject], places: list[int], name: str, parameter: nn.Parameter, mesh: CutMesh
+        self,
+        handle: torch.ScriptObject,
+        index: int,
+        parameter: nn.Parameter,
+        name: str,
+        part: tuple[int, int],
+        mesh: CutMesh,
     ) -> None:
-        """handles, places: of all parts in row order."""
-        mine = next((i for i, handle in enumerate(handles) if handle.is_owner()), 0)
-        super().__init__(handles[mine], places[mine], parameter, one_dimensional=True, elementwise=True)
+        """handle, index: of this rank's part, or of the first one if it has none.  part: its rows."""
+        super().__init__(handle, index, parameter, one_dimensional=True, elementwise=True)
         self.name = name
         self.owner_rank = None
-        self.leads = self.is_owner and mine == 0
+        self.leads = part[0] == 0
+        self._part = slice(*part)
         self._mesh = mesh
         self._rows = parameter._local_tensor
         if not self.is_owner:
@@ -186,7 +192,7 @@ class CutParam(DedicatedParam):
             local = value._local_tensor
         else:
             whole = value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
-            local = self._mesh.rows_of(whole)
+            local = whole[self._part]
         owned._local_tensor.copy_(local)
 
 
@@ -195,7 +201,7 @@ def local_rows(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
     """Of those that are cut and have a gradient, this rank's rows, with gradients of their own inside: for torch's
     optimizers, whose foreach kernels do not mix DTensors with others.
     """
-    cut = [p for p in parameters if is_elementwise(p) and isinstance(p, DTensor) and p.grad is not None]
+    cut = [p for p in parameters if is_cut(p) and p.grad is not None]
     rows = {p: p._local_tensor for p in cut}
     try:
         for p, local in rows.items():

@@ -6,7 +6,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ._assignment import Assignment, compute_balanced_assignment
+from ._assignment import Assignment
 from ._checkpoint import Rows, attach_state_dict
 from ._cut import CutMesh, PlanRows
 from ._fsdp2 import share_controls
@@ -85,9 +85,9 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     replicate = None if replicate_mesh is None else _communicator(replicate_mesh, "replicate", device, reproducible)
     boundary = Boundary(hook_boundary_predicate, hook_boundary_strict)
     matrices, groups = _agree(gather, replicate, (model, predicate, elementwise, boundary), policy.param_dtype)
-    inputs = [matrix.plan_input for matrix in matrices]
     shape, slot = zip((mesh.size(), gather.rank()), _size_and_rank(replicate), strict=True)
-    plan = compute_balanced_assignment(inputs, *shape, owner_strategy=owner_strategy)
+    rows = PlanRows([matrix.plan_input for matrix in matrices], *shape)
+    plan = rows.plan(owner_strategy)
 
     of_sums = _comm_of_sums(comm, reproducible, policy, matrices)
     _take_first_ranks_values([gather, replicate], model, device)
@@ -95,7 +95,7 @@ def dedicate_params(  # noqa: PLR0913 (the public signature)
     flags = (policy.cast_forward_inputs, reshard_after_forward, reproducible)
     options = ((policy.param_dtype, policy.reduce_dtype), flags)
     comms = (gather, reduce, replicate)
-    rows, owned = PlanRows(inputs, *shape), [tuple(owner) == slot for owner in plan.owners()]
+    owned = [tuple(owner) == slot for owner in plan.owners()]
     parameters = Parameters(rows, owned, CutMesh(mesh, replicate_mesh), matrices, (policy.param_dtype, device))
     runtime = torch.classes.dmuon.Runtime(plan, parameters.of_plan, rows.members(groups), comms, device, options)
     params, handles = _make_handles(runtime, parameters, groups, replicate_mesh is None)

@@ -174,6 +174,11 @@ def is_elementwise(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_dedicated_elementwise", False)
 
 
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether it is one of those that are cut by rows."""
+    return is_elementwise(tensor) and isinstance(tensor, DTensor)
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether its values differ between ranks by design: dedicated, or a DTensor."""
     return is_dedicated(tensor) or isinstance(tensor, DTensor)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ._checkpoint import MODE, Rows, entries
-from ._handles import Dedication, is_elementwise
+from ._handles import Dedication, is_cut, is_elementwise
 
 MOMENTUM = "momentum_buffer"
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
@@ -43,7 +43,7 @@ def fresh_adamw(p: torch.Tensor, fused: bool | None) -> dict[str, torch.Tensor]:
     """Of an elementwise parameter the moments are placeholders where the parameter is one, and of its rows if cut."""
     wide = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     step = torch.zeros((), device=p.device) if fused and not p.is_meta else torch.zeros((), dtype=wide)
-    like = p._local_tensor if is_elementwise(p) and isinstance(p, DTensor) else p
+    like = p._local_tensor if is_cut(p) else p
     return {"step": step} | {key: torch.zeros_like(like) for key in ADAMW[1:]}
 
 

@@ -48,12 +48,22 @@ class Parameters:
         return registered
 
     def _add_cut(self, original: nn.Parameter, rows: list[int], device: torch.device) -> nn.Parameter:
-        local = self._cut_mesh.rows_of(original.detach()).to(master_dtype(original.dtype)).to(device)
+        mine = original.detach()[slice(*self._part(rows)[1])]
+        local = mine.to(master_dtype(original.dtype)).to(device)
         registered = self._cut_mesh.parameter(local, original.shape, original.requires_grad)
         for row in rows:
-            elsewhere = torch.empty(self._rows.height(row), *local.shape[1:], dtype=local.dtype, device="meta")
+            first, last = self._rows.part(row)
+            elsewhere = torch.empty(last - first, *local.shape[1:], dtype=local.dtype, device="meta")
             self._add_row(registered._local_tensor if self._owned[row] else elsewhere, registered)
         return registered
+
+    def _part(self, rows: list[int]) -> tuple[int, tuple[int, int]]:
+        """This rank's part among `rows` and its range; without one the first part, and no rows at the end."""
+        mine = [row for row in rows if self._owned[row]]
+        if mine:
+            return mine[0], self._rows.part(mine[0])
+        end = self._rows.part(rows[-1])[1]
+        return rows[0], (end, end)
 
     def _add_row(self, registered: torch.Tensor, shown: nn.Parameter | None) -> None:
         for column, tensor in zip(self.of_plan, (registered, self.unsharded[-1], shown), strict=True):
@@ -65,7 +75,8 @@ class Parameters:
         params: list[DedicatedParam] = []
         for matrix, registered, places in zip(self._matrices, self._registered, self._rows.places, strict=True):
             if len(places) > 1:
-                params.append(CutParam([of_row[i] for i in places], places, matrix.name, registered, self._cut_mesh))
+                row, part = self._part(places)
+                params.append(CutParam(of_row[row], row, registered, matrix.name, part, self._cut_mesh))
             else:
                 what = (registered, one_dimensional, matrix.elementwise)
                 params.append(DedicatedParam(of_row[places[0]], places[0], *what))

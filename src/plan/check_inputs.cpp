@@ -64,13 +64,29 @@ void check_shape(const Matrix& matrix) {
   if (matrix.rows > kMaxInt64 / matrix.cols) fail(text() + "its size overflows 64 bits. Check the shape.");
 }
 
-void check_part(const Matrix& matrix, MeshShape mesh) {
-  if (!matrix.part) return;
+void check_owner(const Matrix& matrix, MeshShape mesh) {
   const Slot owner = matrix.part->owner;
   if (owner.shard < 0 || owner.shard >= mesh.shard || owner.replicate < 0 || owner.replicate >= mesh.replicate) {
     fail("'" + matrix.name + "' belongs to shard " + std::to_string(owner.shard) + ", replicate " +
          std::to_string(owner.replicate) + ", which the mesh lacks. Cut by rows for this mesh.");
   }
+}
+
+/// The parts of a parameter follow each other from its first row to its last.
+void check_parts(const std::vector<Matrix>& matrices, MeshShape mesh) {
+  std::int64_t next = 0;  // the row that is missing of the parameter that has begun; 0: none has
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    const Matrix& matrix = matrices[i];
+    if ((matrix.part ? matrix.part->first : 0) != next) {
+      fail("at '" + matrix.name + "' a part that begins at row " + std::to_string(next) +
+           " is missing. Pass all parts of a parameter one after the other, as cut_by_rows gives them.");
+    }
+    if (!matrix.part) continue;
+    check_owner(matrix, mesh);
+    next = matrix.part->first + matrix.rows;
+    if (next == matrix.part->total) next = 0;
+  }
+  if (next != 0) fail("after '" + matrices.back().name + "' the rest of its parameter is missing. Pass all parts.");
 }
 
 /// By sorted hashes: a name is compared only with a name of the same hash.
@@ -95,13 +111,13 @@ void check_inputs(const std::vector<Matrix>& matrices, MeshShape mesh, const Pla
   std::int64_t elements_left = kMaxInt64 / std::max(options.state_bytes_per_element, options.elementwise_state_bytes);
   for (const Matrix& matrix : matrices) {
     check_shape(matrix);
-    check_part(matrix, mesh);
     if (matrix.numel() > elements_left) {
       fail("at matrix '" + matrix.name + "' the total size overflows 64 bits. Check the shapes.");
     }
     elements_left -= matrix.numel();
   }
   check_unique_names(matrices);
+  check_parts(matrices, mesh);
 }
 
 }  // namespace dmuon::plan

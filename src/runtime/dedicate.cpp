@@ -67,13 +67,11 @@ plan::Plan agreed_plan(const Selection& selection, std::string problem, const st
   return plan;
 }
 
-bool leads(const plan::Matrix& matrix) { return !matrix.part || matrix.part->first == 0; }
-
-// Each weight once.
+// Each weight once: parts follow each other.
 std::vector<at::Tensor> different_weights(const Selection& selection) {
   std::vector<at::Tensor> weights;
-  for (size_t i = 0; i < selection.weights.size(); ++i) {
-    if (leads(selection.matrices[i])) weights.push_back(selection.weights[i]);
+  for (const auto& weight : selection.weights) {
+    if (weights.empty() || !weights.back().is_same(weight)) weights.push_back(weight);
   }
   return weights;
 }

@@ -108,6 +108,17 @@ TEST(CutByRows, APlanOfPartsAloneAndOneOfAnotherMesh) {
   EXPECT_INVALID(compute_balanced_assignment(parts, {.shard = 2}), "'table[4:6]' belongs to shard 2");
 }
 
+TEST(CutByRows, PartsThatAreMissingOrApartAreAnError) {
+  const auto parts = cut_by_rows(table(8, 1), {.shard = 4}, 1);
+  const auto plan = [](std::vector<Matrix> matrices) {
+    return compute_balanced_assignment(std::move(matrices), {.shard = 4});
+  };
+  EXPECT_INVALID(plan({parts[0], parts[2], parts[3]}), "at 'table[4:6]' a part that begins at row 2 is missing");
+  EXPECT_INVALID(plan({parts[1], parts[2], parts[3]}), "at 'table[2:4]' a part that begins at row 0 is missing");
+  EXPECT_INVALID(plan({parts[0], flat("a", 4), parts[1], parts[2], parts[3]}), "at 'a' a part that begins at row 2");
+  EXPECT_INVALID(plan({parts[0], parts[1], parts[2]}), "after 'table[4:6]' the rest of its parameter is missing");
+}
+
 // On every column: what others send and what is whole lies apart, and a whole one has its rows in their order.
 void expect_apart(const GroupLayout& layout, const GatherPlaces& places, int shard) {
   std::vector<int> taken(static_cast<size_t>(places.numel), 0);
