@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_wait_read() {
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// Orders ordinary accesses of this thread and those of the copy engine and the tensor cores.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- between thread blocks, through device memory -------------------------------------------------------------------
@@ -91,7 +91,10 @@ __device__ __forceinline__ int load_acquire(const int* address) {
   return value;
 }
 
-/// Comes after a __threadfence() that releases what the sum tells of.
+/// Before an add_relaxed() that tells of what this thread has written.  Cheaper than __threadfence(), which also orders
+/// it among all threads' fences.
+__device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 __device__ __forceinline__ void add_relaxed(int* address, int value) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -111,8 +114,8 @@ __device__ __forceinline__ void lower_registers() {
 /// Waits for the 128 threads of a warpgroup.  `id` is one of the block's named barriers, 1 to 15.
 __device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
-/// The reverse of store_matrices<false>.
-__device__ __forceinline__ void load_matrices(std::uint32_t address, std::uint32_t (&blocks)[4]) {
+/// The reverse of store_matrices<false>, to blocks[0..3].
+__device__ __forceinline__ void load_matrices(std::uint32_t address, std::uint32_t* blocks) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
                : "r"(address)
@@ -132,6 +135,15 @@ __device__ __forceinline__ void store_matrices(std::uint32_t address, const std:
                  "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3])
                  : "memory");
   }
+}
+
+/// One such block, transposed.  Lanes 0 to 7 give the addresses.
+__device__ __forceinline__ void store_matrix_transposed(std::uint32_t address, std::uint32_t block) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address), "r"(block) : "memory");
+}
+
+__device__ __forceinline__ void store_half(std::uint32_t address, std::uint16_t bits) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(bits) : "memory");
 }
 
 }  // namespace dmuon::kernels::hopper

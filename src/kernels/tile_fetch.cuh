@@ -118,9 +118,11 @@ struct Loader {
     return full;
   }
 
-  // So many steps in depth.  This one thread keeps both multipliers busy: there is no room for more arithmetic.
+  // So many steps in depth.  This one thread keeps both multipliers busy: there is no room for more arithmetic, nor for
+  // fetching a long loop's code.
   template <int kBoxes>
   __device__ void load_steps(Boxes& a, Boxes& b, int steps) {
+#pragma unroll 1
     for (; steps > 0; --steps) {
       const std::uint32_t full = open_stage(kABoxes + kBoxes);
       a.load<kABoxes>(stages.place, full);
@@ -172,7 +174,7 @@ __device__ inline void load(Shared& shared, const TileProductArgs& args) {
     const Slot& slot = shared.slots[slots.index];
     if (slot.item.boxes == 0) return;
     loader.cut(slot.op.width);
-    fence_async();  // what the scheduler waited for was written by copy engines, and is read by this one
+    fence_async_global();  // what the scheduler waited for was written by copy engines, and is read by this one
     loader.load_operands(slot.op, slot.item);
     if (slot.op.beta != 0.0F) loader.load_c(slot.op, slot.item);
     barrier_arrive(shared_address(&shared.slot_free[slots.index]));

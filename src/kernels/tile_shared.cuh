@@ -17,10 +17,11 @@ using namespace hopper;  // NOLINT
 constexpr int kBoxBytes = kBox * kBox * 2;  // 8 KiB
 constexpr int kMultipliers = 2;             // warpgroups of 64 rows
 constexpr int kThreads = 128 * (1 + kMultipliers);
+constexpr int kWarps = 4;         // of a multiplier
 constexpr int kSlots = 2;         // no more: a ticket that waits here is one that no idle block can take
 constexpr int kStagingBoxes = 2;  // for each multiplier
 constexpr int kMaxSharedBytes = 232448;
-constexpr int kAlignment = 1024;                                     // of boxes: the swizzle repeats every 8 lines
+constexpr int kAlignment = 1024;                                        // of boxes: the swizzle repeats every 8 lines
 constexpr int kSlotReaders = 1 + kMultipliers + 128 * kMultipliers;  // loader, storers, all threads that multiply
 
 struct alignas(16) Slot {
@@ -48,6 +49,7 @@ struct Shared {
   std::uint64_t slot_free[kSlots];
   std::uint64_t staged[kMultipliers][kStagingBoxes];
   std::uint64_t stored[kMultipliers][kStagingBoxes];
+  std::uint64_t first_through;  // the first multiplier has queued a tile's last product
 };
 
 // A place in a ring of kCount, and the parity of the current round.
@@ -101,9 +103,10 @@ __device__ inline void init_barriers(Shared& shared) {
   for (std::uint64_t& barrier : shared.slot_full) barrier_init(shared_address(&barrier), 32);
   for (std::uint64_t& barrier : shared.slot_free) barrier_init(shared_address(&barrier), kSlotReaders);
   for (int i = 0; i < kMultipliers; ++i) {
-    for (std::uint64_t& barrier : shared.staged[i]) barrier_init(shared_address(&barrier), 128);
+    for (std::uint64_t& barrier : shared.staged[i]) barrier_init(shared_address(&barrier), kWarps);
     for (std::uint64_t& barrier : shared.stored[i]) barrier_init(shared_address(&barrier), 1);
   }
+  barrier_init(shared_address(&shared.first_through), 1);
   fence_barrier_init();
 }
 

@@ -56,20 +56,36 @@ struct Storer {
   }
 };
 
-// Tells the items that wait for these boxes.  Both storers do, each for its half of every block.  Of a symmetric
-// product no item covers a block above the diagonal, so every panel is touched by as many blocks as there are panels.
-__device__ inline void signal(const TileOp& op, const WorkItem& item, int* counters) {
+// What the items that wait for an item's boxes are told.  Both storers tell, each of its half of every block.  Of a
+// symmetric product no item covers a block above the diagonal, so every panel is touched by as many blocks as there are
+// panels.  Worked out before the stores end, so that nothing but the sums is left to do then.
+struct Signals {
+  int* columns[2] = {};
+  int* row = nullptr;
+  int* all = nullptr;
+  int boxes;  // of a column of blocks
   int count = 0;
-  const int boxes = c_columns(item.boxes);  // of a panel
-  for (int panel = item.box_col / 2; 2 * panel < item.box_col + item.boxes && panel < blocks_of(op.cols); ++panel) {
-    count += boxes;
-    if (op.signal_cols >= 0 && (op.symmetric == 0 || panel != item.block_row)) {
-      add_relaxed(counters + op.signal_cols + panel, boxes);
+
+  __device__ Signals(const TileOp& op, const WorkItem& item, int* counters) : boxes(c_columns(item.boxes)) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int panel = item.box_col / 2 + i;
+      if (2 * i >= item.boxes || panel >= blocks_of(op.cols)) continue;
+      count += boxes;
+      const bool told_by_row = op.symmetric != 0 && panel == item.block_row;
+      if (op.signal_cols >= 0 && !told_by_row) columns[i] = counters + op.signal_cols + panel;
     }
+    if (op.signal_rows >= 0) row = counters + op.signal_rows + item.block_row;
+    if (op.signal_all >= 0) all = counters + op.signal_all;
   }
-  if (op.signal_rows >= 0) add_relaxed(counters + op.signal_rows + item.block_row, count);
-  if (op.signal_all >= 0) add_relaxed(counters + op.signal_all, count);
-}
+
+  __device__ void send() const {
+    if (row != nullptr) add_relaxed(row, count);
+    if (columns[0] != nullptr) add_relaxed(columns[0], boxes);
+    if (columns[1] != nullptr) add_relaxed(columns[1], boxes);
+    if (all != nullptr) add_relaxed(all, count);
+  }
+};
 
 __device__ inline void store(Shared& shared, const TileProductArgs& args, int which) {
   Storer storer{shared, args, which, {}};
@@ -77,14 +93,15 @@ __device__ inline void store(Shared& shared, const TileProductArgs& args, int wh
     barrier_wait(shared_address(&shared.slot_full[slots.index]), slots.parity);
     const Slot& slot = shared.slots[slots.index];
     if (slot.item.boxes == 0) return;
+    const Signals signals(slot.op, slot.item, args.counters);
     const int row = slot.item.block_row * (kBlock / kBox) + which;
     for (int col = slot.item.box_col; col < slot.item.box_col + slot.item.boxes; ++col) {
       const BoxKind kind = kind_of_box(slot.op, row, col);
       if (kind != BoxKind::kNone) storer.store(slot.op, kind, row, col);
     }
     storer.finish();
-    __threadfence();
-    signal(slot.op, slot.item, args.counters);
+    fence_release();
+    signals.send();
     barrier_arrive(shared_address(&shared.slot_free[slots.index]));
   }
 }

@@ -100,13 +100,23 @@ def check_invariants(model: nn.Module) -> None:
         assert param.is_owner or param._reduced_grad is None, f"I3: {param}"
 
 
+def whole(tensor: DTensor) -> torch.Tensor:
+    """As full_tensor(), also on a GPU that ranks share: gloo gathers no CUDA tensors."""
+    if not tensor.is_cuda or "nccl" in dist.get_backend_config():
+        return tensor.full_tensor()
+    assert all(placement.is_shard(0) for placement in tensor.placements)
+    parts: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local().cpu())
+    return torch.cat([parts[rank] for rank in tensor.device_mesh.mesh.flatten().tolist()]).to(tensor.device)
+
+
 def full_values(model: nn.Module, grads: bool = False) -> dict[str, torch.Tensor | None]:
     """What this rank can know in full: its own matrices, and all FSDP2 parameters."""
     values: dict[str, torch.Tensor | None] = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if grads else parameter
         if isinstance(parameter, DTensor):
-            values[name] = tensor.full_tensor().detach() if tensor is not None else None
+            values[name] = whole(tensor).detach() if tensor is not None else None
         elif not parameter.is_meta:
             values[name] = tensor.detach() if tensor is not None else None
     return values
