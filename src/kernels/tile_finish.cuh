@@ -7,6 +7,7 @@ namespace dmuon::kernels::tiles {
 
 // How a product ends, in registers.
 struct Ending {
+  Output output;
   float alpha;
   float beta;
   float gamma;
@@ -14,7 +15,12 @@ struct Ending {
   bool to_bfloat16;
 
   __device__ explicit Ending(const TileOp& op)
-      : alpha(op.alpha), beta(op.beta), gamma(op.gamma), second(op.d2 >= 0), to_bfloat16(op.to_bfloat16 != 0) {}
+      : output(op),
+        alpha(op.alpha),
+        beta(op.beta),
+        gamma(op.gamma),
+        second(op.d2 >= 0),
+        to_bfloat16(op.to_bfloat16 != 0) {}
 };
 
 // One for each multiplier.  In a box, this thread has rows 16 * warp + lane / 4 (+ 8): see wgmma.
@@ -104,7 +110,7 @@ struct Finisher {
   }
 
   // alpha * sum + beta * C in fp32, in place of the sums.  c_box is the box of C in shared memory, or 0 for none.
-  __device__ void add_c(float* sum, const Ending& ending, std::uint32_t c_box) {
+  __device__ void add_c(float (&sum)[32], const Ending& ending, std::uint32_t c_box) {
     std::uint32_t c[16] = {};
     if (c_box != 0) {
 #pragma unroll
@@ -119,7 +125,7 @@ struct Finisher {
   }
 
   // Rounded to 16 bits, in pairs.
-  __device__ static void round_off(const float* sum, const Ending& ending, std::uint32_t (&values)[16]) {
+  __device__ static void round_off(const float (&sum)[32], const Ending& ending, std::uint32_t (&values)[16]) {
     if (ending.to_bfloat16) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -136,7 +142,7 @@ struct Finisher {
   }
 
   // gamma * I added to a box on the diagonal.
-  __device__ void add_gamma(float* sum, float gamma) const {
+  __device__ void add_gamma(float (&sum)[32], float gamma) const {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int beyond = 16 * warp + lane / 4 + 8 * (i % 2) - (8 * (i / 2) + 2 * (lane % 4));  // row - column
@@ -145,7 +151,9 @@ struct Finisher {
     }
   }
 
-  __device__ void finish(float* sum, const Ending& ending, BoxKind kind, bool mirrored, std::uint32_t c_box) {
+  // Output box (row, col).
+  __device__ void finish(float (&sum)[32], const Ending& ending, int row, int col, std::uint32_t c_box) {
+    const BoxKind kind = ending.output.kind(row, col);
     if (kind == BoxKind::kNone) return;
     std::uint32_t values[16];
     add_c(sum, ending, c_box);
@@ -158,7 +166,7 @@ struct Finisher {
       return stage_diagonal(values);
     }
     stage<false>(values);
-    if (mirrored) stage<true>(values);
+    if (ending.output.is_mirrored(row, col)) stage<true>(values);
   }
 };
 

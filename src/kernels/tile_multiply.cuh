@@ -11,7 +11,7 @@ namespace dmuon::kernels::tiles {
 // second one's products, and the second one's finishing beside its next ones.
 constexpr int kLead = 3;        // such steps, less than there are stages
 constexpr int kLeastSteps = 8;  // of a tile for that, more than there are stages: neither gets a tile ahead
-__device__ constexpr bool takes_turns(int boxes, int steps) { return boxes == kMaxBoxes && steps >= kLeastSteps; }
+__device__ constexpr bool take_turns(int boxes, int steps) { return boxes == kMaxBoxes && steps >= kLeastSteps; }
 
 struct Multiplier {
   Shared& shared;
@@ -60,7 +60,8 @@ struct Multiplier {
       if (box >= boxes) break;
       if (with_c && box % 2 == 0) stage = wait_stage();
       const std::uint32_t c_box = with_c ? stage + (box % 2 * kMultipliers + which) * kBoxBytes : 0U;
-      finisher.finish(sum + 32 * box, ending, kind_of_box(op, row, col + box), is_mirrored(op, row, col + box), c_box);
+      float(&of_box)[32] = reinterpret_cast<float(&)[32]>(sum[32 * box]);
+      finisher.finish(of_box, ending, row, col + box, c_box);
       if (!with_c || (box % 2 == 0 && boxes > 1)) continue;
       warpgroup_sync(1 + which);  // all four warps have read it
       free_stage(stages.index);
@@ -77,27 +78,34 @@ struct Multiplier {
     through_parity ^= 1U;
   }
 
-  // The whole depth, in ranges where both operands are read the same way.
+  // Steps [first, last), in which neither operand turns.
+  template <int kSums>
+  __device__ void multiply_range(float (&sum)[kSums], const TileOp& op, const Turns& turns, int first, int last,
+                                 int& previous) {
+    const bool a_depth_major = (op.depth_major & 1) != 0 && first < turns.a;
+    const bool b_depth_major = (op.depth_major & 2) != 0 && first < turns.b;
+    if (a_depth_major && b_depth_major) {
+      multiply<true, true>(sum, first, last, previous);
+    } else if (a_depth_major) {
+      multiply<true, false>(sum, first, last, previous);
+    } else if (b_depth_major) {
+      multiply<false, true>(sum, first, last, previous);
+    } else {
+      multiply<false, false>(sum, first, last, previous);
+    }
+  }
+
+  // The whole depth.
   template <int kBoxes>
   __device__ void multiply_for(float (&sum)[32 * kBoxes], const TileOp& op, const WorkItem& item) {
     const Turns turns(op, item);
-    const bool in_turn = takes_turns(kBoxes, turns.steps);
+    const bool in_turn = take_turns(item.boxes, turns.steps);
     const int pause = in_turn && which == 1 ? turns.steps - kLead : turns.steps;
     int previous = -1;
     for (int first = 0; first < turns.steps;) {
       if (first == pause) let_first_through(previous);
-      const bool a_depth_major = (op.depth_major & 1) != 0 && first < turns.a;
-      const bool b_depth_major = (op.depth_major & 2) != 0 && first < turns.b;
       const int last = first < pause ? min(pause, turns.next(first)) : turns.next(first);
-      if (a_depth_major && b_depth_major) {
-        multiply<true, true>(sum, first, last, previous);
-      } else if (a_depth_major) {
-        multiply<true, false>(sum, first, last, previous);
-      } else if (b_depth_major) {
-        multiply<false, true>(sum, first, last, previous);
-      } else {
-        multiply<false, false>(sum, first, last, previous);
-      }
+      multiply_range(sum, op, turns, first, last, previous);
       first = last;
     }
     if (in_turn && which == 0 && threadIdx.x % 128 == 0) barrier_arrive(shared_address(&shared.first_through));
@@ -105,14 +113,23 @@ struct Multiplier {
     free_stage(previous);
   }
 
+  // Boxes of the tile's that are worth a product: of a diagonal block the first multiplier's second one is not kept.
+  __device__ int kept_boxes(const TileOp& op, const WorkItem& item, int row) const {
+    const bool last_above = op.symmetric != 0 && which == 0 && item.box_col + item.boxes == row + 2;
+    return item.boxes > 1 && last_above ? item.boxes - 1 : item.boxes;
+  }
+
   __device__ void run(const Slot& slot) {
     const int row = slot.item.block_row * (kBlock / kBox) + which;
     const int boxes = slot.item.boxes;
+    const int kept = kept_boxes(slot.op, slot.item, row);
     if (slot.op.width != stages.width) stages.cut(slot.op.width);
     float sum[32 * kMaxBoxes];
-    if (boxes == 4) {
+    if (kept == 4) {
       multiply_for<4>(sum, slot.op, slot.item);
-    } else if (boxes == 2) {
+    } else if (kept == 3) {
+      multiply_for<3>(reinterpret_cast<float(&)[96]>(sum), slot.op, slot.item);
+    } else if (kept == 2) {
       multiply_for<2>(reinterpret_cast<float(&)[64]>(sum), slot.op, slot.item);
     } else {
       multiply_for<1>(reinterpret_cast<float(&)[32]>(sum), slot.op, slot.item);

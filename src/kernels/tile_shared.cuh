@@ -21,7 +21,7 @@ constexpr int kWarps = 4;         // of a multiplier
 constexpr int kSlots = 2;         // no more: a ticket that waits here is one that no idle block can take
 constexpr int kStagingBoxes = 2;  // for each multiplier
 constexpr int kMaxSharedBytes = 232448;
-constexpr int kAlignment = 1024;                                        // of boxes: the swizzle repeats every 8 lines
+constexpr int kAlignment = 1024;                                     // of boxes: the swizzle repeats every 8 lines
 constexpr int kSlotReaders = 1 + kMultipliers + 128 * kMultipliers;  // loader, storers, all threads that multiply
 
 struct alignas(16) Slot {
@@ -143,17 +143,27 @@ struct Turns {
 
 enum class BoxKind { kNone, kFull, kDiagonal };
 
-// Output box (row, col), counted in boxes.  Of a symmetric product nothing above the diagonal is kept.
-__device__ inline BoxKind kind_of_box(const TileOp& op, int row, int col) {
-  if (row * kBox >= op.rows || col * kBox >= op.cols) return BoxKind::kNone;
-  if (op.symmetric == 0 || row > col) return BoxKind::kFull;
-  return row == col ? BoxKind::kDiagonal : BoxKind::kNone;
-}
+// Which boxes of D are kept, in registers.  Boxes are named by (row, col), counted in boxes.
+struct Output {
+  int rows;
+  int cols;
+  bool symmetric;
+  bool half_stored;
 
-// Whether a full box of a symmetric product is stored a second time, above the diagonal.
-__device__ inline bool is_mirrored(const TileOp& op, int row, int col) {
-  if ((op.half_stored & 4) != 0) return row / kMirrorBoxes == col / kMirrorBoxes;
-  return op.symmetric != 0;
-}
+  __device__ explicit Output(const TileOp& op)
+      : rows(op.rows), cols(op.cols), symmetric(op.symmetric != 0), half_stored((op.half_stored & 4) != 0) {}
+
+  // Of a symmetric product nothing above the diagonal is kept.
+  __device__ BoxKind kind(int row, int col) const {
+    if (row * kBox >= rows || col * kBox >= cols) return BoxKind::kNone;
+    if (!symmetric || row > col) return BoxKind::kFull;
+    return row == col ? BoxKind::kDiagonal : BoxKind::kNone;
+  }
+
+  // Whether a full box is stored a second time, above the diagonal.
+  __device__ bool is_mirrored(int row, int col) const {
+    return half_stored ? row / kMirrorBoxes == col / kMirrorBoxes : symmetric;
+  }
+};
 
 }  // namespace dmuon::kernels::tiles

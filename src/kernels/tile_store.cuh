@@ -8,7 +8,6 @@ namespace dmuon::kernels::tiles {
 // Takes the staged boxes in the order in which the multiplier stages them.
 struct Storer {
   Shared& shared;
-  const TileProductArgs& args;
   int which;
   Ring<kStagingBoxes> ring;
   int unread = -1;  // the box of the last store, which may still be read
@@ -38,19 +37,22 @@ struct Storer {
     store_wait();
   }
 
-  __device__ void store(const TileOp& op, BoxKind kind, int row, int col) {
-    const bool both = op.d2 >= 0;
+  // A box of D; `second` is nullptr without a second output.
+  __device__ void store(const Output& output, const void* d, const void* second, int row, int col) {
+    const BoxKind kind = output.kind(row, col);
+    if (kind == BoxKind::kNone) return;
+    const bool both = second != nullptr;
     std::uint32_t from = wait_staged();
-    store_box(map_at(args, op.d), col * kBox, row * kBox, from);
-    if (both && kind == BoxKind::kFull) store_box(map_at(args, op.d2), col * kBox, row * kBox, from);
+    store_box(d, col * kBox, row * kBox, from);
+    if (both && kind == BoxKind::kFull) store_box(second, col * kBox, row * kBox, from);
     commit();
-    if (kind == BoxKind::kDiagonal ? !both : !is_mirrored(op, row, col)) return;
+    if (kind == BoxKind::kDiagonal ? !both : !output.is_mirrored(row, col)) return;
     from = wait_staged();
     if (kind == BoxKind::kDiagonal) {
-      store_box(map_at(args, op.d2), col * kBox, row * kBox, from);
+      store_box(second, col * kBox, row * kBox, from);
     } else {
-      store_box(map_at(args, op.d), row * kBox, col * kBox, from);
-      if (both) store_box(map_at(args, op.d2), row * kBox, col * kBox, from);
+      store_box(d, row * kBox, col * kBox, from);
+      if (both) store_box(second, row * kBox, col * kBox, from);
     }
     commit();
   }
@@ -88,17 +90,19 @@ struct Signals {
 };
 
 __device__ inline void store(Shared& shared, const TileProductArgs& args, int which) {
-  Storer storer{shared, args, which, {}};
+  Storer storer{shared, which, {}};
   for (Ring<kSlots> slots;; slots.advance()) {
     barrier_wait(shared_address(&shared.slot_full[slots.index]), slots.parity);
     const Slot& slot = shared.slots[slots.index];
     if (slot.item.boxes == 0) return;
     const Signals signals(slot.op, slot.item, args.counters);
+    const Output output(slot.op);
+    const void* d = map_at(args, slot.op.d);
+    const void* second = slot.op.d2 >= 0 ? map_at(args, slot.op.d2) : nullptr;
     const int row = slot.item.block_row * (kBlock / kBox) + which;
-    for (int col = slot.item.box_col; col < slot.item.box_col + slot.item.boxes; ++col) {
-      const BoxKind kind = kind_of_box(slot.op, row, col);
-      if (kind != BoxKind::kNone) storer.store(slot.op, kind, row, col);
-    }
+    const int end = slot.item.box_col + slot.item.boxes;
+#pragma unroll 1
+    for (int col = slot.item.box_col; col < end; ++col) storer.store(output, d, second, row, col);
     storer.finish();
     fence_release();
     signals.send();

@@ -3,8 +3,10 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -12,6 +14,10 @@
 
 namespace dmuon {
 namespace {
+
+// Block rows of a symmetric product: so many leave out 7/16 of it, and smaller ones no longer run at full speed.
+constexpr std::int64_t kMostBlocks = 8;
+constexpr std::int64_t kLeastRows = 512;
 
 bool is_wide(const at::Tensor& x) { return x.size(-2) <= x.size(-1); }
 
@@ -22,7 +28,33 @@ at::Tensor multiply_add(const at::Tensor& c, const at::Tensor& a, const at::Tens
   return c.dim() == 2 ? at::addmm(c, a, b, beta, alpha) : at::baddbmm(c, a, b, beta, alpha);
 }
 
-at::Tensor gram(const at::Tensor& x) { return is_wide(x) ? product(x, x.mT()) : product(x.mT(), x); }
+// alpha * a b + beta * c, which is symmetric; without c, a b.  Of a large one only the block rows up to the diagonal
+// are computed; what lies above is copied from below.
+at::Tensor symmetric(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c, double beta, double alpha) {
+  const std::int64_t n = a.size(-2);
+  const std::int64_t blocks = std::min(kMostBlocks, n / kLeastRows);
+  if (a.dim() != 2 || blocks < 2) return c.defined() ? multiply_add(c, a, b, beta, alpha) : product(a, b);
+  at::Tensor out = at::empty({n, n}, a.options());
+  for (std::int64_t block = 0; block < blocks; ++block) {
+    const std::int64_t begin = n * block / blocks;
+    const std::int64_t end = n * (block + 1) / blocks;
+    at::Tensor rows = out.narrow(0, begin, end - begin);
+    at::Tensor to = rows.narrow(1, 0, end);
+    const at::Tensor left = a.narrow(0, begin, end - begin);
+    const at::Tensor right = b.narrow(1, 0, end);
+    if (c.defined()) {
+      at::addmm_out(to, c.narrow(0, begin, end - begin).narrow(1, 0, end), left, right, beta, alpha);
+    } else {
+      at::mm_out(to, left, right);
+    }
+    out.narrow(0, 0, begin).narrow(1, begin, end - begin).copy_(rows.narrow(1, 0, begin).t());
+  }
+  return out;
+}
+
+at::Tensor gram(const at::Tensor& x) {
+  return is_wide(x) ? symmetric(x, x.mT(), {}, 0.0, 1.0) : symmetric(x.mT(), x, {}, 0.0, 1.0);
+}
 
 // beta * x + alpha * q x, on the short side of x
 at::Tensor apply(const at::Tensor& q, const at::Tensor& x, double beta, double alpha) {
@@ -40,17 +72,17 @@ at::Tensor run_segment(const at::Tensor& x, std::span<const NsCoefficients> step
   const double down2 = down * down;
   const NsCoefficients first = steps.front();
   at::Tensor r = gram(x);
-  at::Tensor z = multiply_add(r, r, r, first.b * down2, first.c * down2 * down2);
+  at::Tensor z = symmetric(r, r, r, first.b * down2, first.c * down2 * down2);
   if (steps.size() == 1) return apply(z, x, first.a * down, down);
 
   at::Tensor q = plus_identity(z, first.a);
   for (std::size_t i = 1; i < steps.size(); ++i) {
     const double a = steps[i - 1].a;
     const double scale = i == 1 ? down2 : 1.0;
-    r = multiply_add(r, r, z, a, 1.0);
-    r = multiply_add(r, z, r, a * scale, scale);
-    z = multiply_add(r, r, r, steps[i].b, steps[i].c);
-    q = multiply_add(q, q, z, steps[i].a, 1.0);
+    r = symmetric(r, z, r, a, 1.0);
+    r = symmetric(z, r, r, a * scale, scale);
+    z = symmetric(r, r, r, steps[i].b, steps[i].c);
+    q = symmetric(q, z, q, steps[i].a, 1.0);
   }
   return apply(q, x, 0.0, down);
 }
@@ -58,6 +90,7 @@ at::Tensor run_segment(const at::Tensor& x, std::span<const NsCoefficients> step
 }  // namespace
 
 at::Tensor iterate(at::Tensor x, std::span<const NsCoefficients> steps, std::span<const int> restarts, int prescale) {
+  if (x.dim() == 3 && x.size(0) == 1) return iterate(x.squeeze(0), steps, restarts, prescale).unsqueeze(0);
   for (std::size_t begin = 0; begin < steps.size();) {
     const std::size_t end = segment_end(restarts, begin, steps.size());
     x = run_segment(x, steps.subspan(begin, end - begin), begin == 0 ? prescale : 0);

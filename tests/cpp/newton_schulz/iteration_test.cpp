@@ -83,6 +83,24 @@ TEST(Iteration, HalfFollowsTheExactPolynomialWhenTall) {
                     {{"gaussian", make.gaussian(264, 96)}, {"log", make.log_spaced(264, 96, 100), 100}}, 1.0);
 }
 
+// Where symmetric products go by block rows: two alike, and three that differ.
+TEST(Iteration, LargeMatricesFollowTheExactPolynomial) {
+  testing::Matrices make(5);
+  const std::vector<NsCoefficients> steps = coefficient_set("polar_express", 2);
+  for (const auto& [rows, cols] : {std::pair{1024, 1100}, {1601, 1537}}) {
+    const at::Tensor matrix = make.gaussian(rows, cols);
+    const at::Tensor exact = reference_polynomial(matrix, steps);
+    const at::Tensor start = normalize(matrix.to(at::kDouble), at::kDouble, 2);
+    for (const std::vector<int>& restarts : {std::vector<int>{}, {1}}) {
+      SCOPED_TRACE(std::to_string(rows) + " x " + std::to_string(cols) + ", restarts " +
+                   std::to_string(restarts.size()));
+      const at::Tensor found = iterate(start, steps, restarts, 2);
+      EXPECT_LE(relative_error(found, exact), 1e-9);
+      EXPECT_TRUE(same_bits(iterate(start.unsqueeze(0), steps, restarts, 2).squeeze(0), found));
+    }
+  }
+}
+
 TEST(Iteration, FloatFollowsTheExactPolynomial) {
   for (const char* set : {"polar_express", "you", "keller_jordan"}) {
     expect_all_within(set, at::kFloat, testing::stress_spectra(96, 264), half_to_float(264));
