@@ -113,7 +113,7 @@ struct Multiplier {
     free_stage(previous);
   }
 
-  // Boxes of the tile's that are worth a product: of a diagonal block the first multiplier's second one is not kept.
+  // Boxes of this multiplier that need products: of a diagonal block the first one's second box is not kept.
   __device__ int kept_boxes(const TileOp& op, const WorkItem& item, int row) const {
     const bool last_above = op.symmetric != 0 && which == 0 && item.box_col + item.boxes == row + 2;
     return item.boxes > 1 && last_above ? item.boxes - 1 : item.boxes;
