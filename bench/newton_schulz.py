@@ -4,7 +4,8 @@
     python bench/newton_schulz.py --shapes 1x1024x1024,16x2048x7168 --json result.json
 
 Five steps on bf16 Gaussian matrices.  `eager` is the plain loop, `fused` the same with addmm.  `called` is back-to-back
-calls from Python, host time included; `graph` is the replay of a CUDA graph of the same call.  Engines take turns; a
+calls from Python, host time included; `graph` is the replay of a CUDA graph of the same call.  `plain` is dmuon's path
+for GPUs without kernels of their own, which fp64 input takes on every GPU (also in fp16).  Engines take turns; a
 round is one sample of about `--sample-ms` of each engine, and the median over the rounds is printed.  `floor` is the
 time of the exact triangles of the cheaper algorithm at the rate of an 8192^3 product, measured right after the sweep:
 a chip that is hot runs slower.  `gns` is Gram Newton-Schulz with its quack kernels, where the package
@@ -93,6 +94,8 @@ def graphed(call: Callable[[], object]) -> Callable[[], object]:
 def engines_for(x: torch.Tensor) -> list[Engine]:
     matrices = list(x.unbind())
 
+    doubles = [matrix.double() for matrix in matrices]
+
     def ours() -> list[torch.Tensor]:
         return dmuon.newton_schulz(matrices)
 
@@ -101,6 +104,7 @@ def engines_for(x: torch.Tensor) -> list[Engine]:
     engines = [
         Engine("dmuon called", ours),
         Engine("dmuon graph", graphed(ours)),
+        Engine("plain called", lambda: dmuon.newton_schulz(doubles)),
         Engine("compiled called", lambda: compiled(x)),
         Engine("eager called", lambda: standard(x)),
         Engine("eager graph", graphed(lambda: standard(x))),
