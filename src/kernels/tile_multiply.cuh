@@ -11,6 +11,7 @@ namespace dmuon::kernels::tiles {
 // second one's products, and the second one's finishing beside its next ones.
 constexpr int kLead = 3;        // such steps, less than there are stages
 constexpr int kLeastSteps = 8;  // of a tile for that, more than there are stages: neither gets a tile ahead
+static_assert(kLead < kStageBoxes / (kABoxes + kMaxBoxes) && kStageBoxes / (kABoxes + kMaxBoxes) < kLeastSteps);
 __device__ constexpr bool take_turns(int boxes, int steps) { return boxes == kMaxBoxes && steps >= kLeastSteps; }
 
 struct Multiplier {
