@@ -42,8 +42,10 @@ int slots_for(const std::vector<WorkMatrix>& matrices) {
   return static_cast<int>(std::ceil(kWavesOfTiles * kMultiprocessors / tiles));
 }
 
-constexpr std::size_t kMaxPrepared = 32;  // lists kept, and places of the workspace for each
-constexpr std::size_t kMaxPlaces = 8;
+// Lists kept, and places of the workspace for each: torch's allocator gives other ones where sizes vary from step to
+// step.  What is dropped waits for the device, so there are many; a place takes 128 bytes a tensor.
+constexpr std::size_t kMaxPrepared = 32;
+constexpr std::size_t kMaxPlaces = 64;
 
 void check(const char* error, const char* what) {
   TORCH_CHECK(error == nullptr, "[dmuon.kernels] ", what, " failed: ", error,
