@@ -8,10 +8,11 @@
 A contender is named OPTIMIZER_MODE[_OPTION...]: adamw or muon; z2 or z3; `root` for fully_shard on the root only
 instead of on every layer and the root (recipe b instead of a); `elementwise` for no fully_shard, with all parameters
 dedicated (recipe c, muon only); `reproducible`; `nccl` or `peer` for who moves dmuon's bytes (else: whatever works best
-here).  Every contender is built once, warmed up, and then timed in turn, a few steps at a time, so that a drifting
-machine hurts all alike.  Phases are timed on the GPU by events and on the host by its clock; communication that a phase
-leaves running counts for the phase that waits for it.  --profile adds where the time of one step goes.  On the CPU
-(gloo) phases are wall time; such a run only shows that the program works.
+here).  `alone` is the model in bf16 on every rank without communication, its step SGD's with lr 0: what forward and
+backward take at least, on the host too.  Every contender is built once, warmed up, and then timed in turn, a few steps
+at a time, so that a drifting machine hurts all alike.  Phases are timed on the GPU by events and on the host by its
+clock; communication that a phase leaves running counts for the phase that waits for it.  --profile adds where the time
+of one step goes.  On the CPU (gloo) phases are wall time; such a run only shows that the program works.
 """
 
 import argparse
@@ -63,6 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "peer": {"comm": "peer"},
 }
 """By name: what dedicate_params gets."""
+ALONE = "alone"
 WARM_UP = 3
 """Steps of a contender for each shape before anything is measured."""
 Batch = Callable[[], torch.Tensor]
@@ -159,8 +161,16 @@ def axes_of(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
     return {"shard": mesh} if mesh.ndim == 1 else {name: mesh[name] for name in ("replicate", "shard")}
 
 
+def construct_alone(device: str, config: LlamaConfig) -> Contender:
+    with torch.device(device):
+        model = Llama(config).to(POLICY.param_dtype)
+    return Contender(ALONE, model, torch.optim.SGD(model.parameters(), lr=0.0), device)
+
+
 def construct(name: str, mesh: DeviceMesh, config: LlamaConfig) -> Contender:
     """`mesh`: 1-D, or replicate x shard."""
+    if name == ALONE:
+        return construct_alone(mesh.device_type, config)
     kind, mode, *options = name.split("_")
     recipe = next((option for option in options if option in RECIPES), "layers")
     keywords = {key: value for option in options if option in OPTIONS for key, value in OPTIONS[option].items()}
@@ -250,7 +260,7 @@ def compare(contenders: list[Contender], tokens: int) -> dict[str, dict[str, Any
     for name, row in rows.items():
         for key in ("step_ms", "optimizer_ms", "resident_gib", "peak_gib"):
             row[f"{key}_by_rank"] = [other[name][key] for other in ranks]
-        baseline = steps.get("adamw_" + name.split("_")[1])
+        baseline = steps.get("adamw_" + name.partition("_")[2].partition("_")[0])
         if baseline is not None:
             row["ratio_to_adamw"] = statistics.median(m / a for m, a in zip(steps[name], baseline, strict=True))
         row["samples_ms"] = next(c.samples for c in contenders if c.name == name)
@@ -326,11 +336,15 @@ def describe(shape: str, result: dict[str, Any]) -> str:
 
 
 def contender_name(text: str) -> str:
+    if text == ALONE:
+        return text
     kind, _, rest = text.partition("_")
     mode, *options = rest.split("_")
     known = {*RECIPES, *OPTIONS} if kind == "muon" else {"layers", "root"}
     if kind not in ("adamw", "muon") or mode not in ("z2", "z3") or not known.issuperset(options):
-        raise argparse.ArgumentTypeError(f"expected adamw or muon, z2 or z3, and options of {sorted(known)}: {text}")
+        raise argparse.ArgumentTypeError(
+            f"expected {ALONE}, or adamw or muon, z2 or z3, and options of {sorted(known)}: {text}"
+        )
     return text
 
 
