@@ -100,7 +100,7 @@ def check_invariants(model: nn.Module) -> None:
         assert param.is_owner or param._reduced_grad is None, f"I3: {param}"
 
 
-def whole(tensor: DTensor) -> torch.Tensor:
+def gathered(tensor: DTensor) -> torch.Tensor:
     """As full_tensor(), also on a GPU that ranks share: gloo gathers no CUDA tensors."""
     if not tensor.is_cuda or "nccl" in dist.get_backend_config():
         return tensor.full_tensor()
@@ -116,7 +116,7 @@ def full_values(model: nn.Module, grads: bool = False) -> dict[str, torch.Tensor
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if grads else parameter
         if isinstance(parameter, DTensor):
-            values[name] = whole(tensor).detach() if tensor is not None else None
+            values[name] = gathered(tensor).detach() if tensor is not None else None
         elif not parameter.is_meta:
             values[name] = tensor.detach() if tensor is not None else None
     return values

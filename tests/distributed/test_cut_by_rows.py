@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from elementwise import Transformer
 from reference import VOCAB, TinyModel, batch, is_matrix, loss_of
-from setup import Setup, assert_same, full_values, step_both, whole
+from setup import Setup, assert_same, full_values, gathered, step_both
 from test_elementwise import recipe_c, step_and_align
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -81,12 +81,12 @@ def test_meshes_that_were_made_apart(mesh, rank, world_size):
         )
     for name, param in cut_ones(model).items():
         assert param.parameter.device_mesh.shape == (2, 2) and param._handle.owner() == (rank % 2, rank // 2)
-        assert torch.equal(whole(param.parameter), expected[name])
+        assert torch.equal(gathered(param.parameter), expected[name])
     loss_of(model, batch(0, rank)).backward()
     dmuon.Muon(model).step()
     dmuon.check_invariants(model)
     state = model.state_dict()
-    assert torch.equal(whole(state["head.weight"]), whole(model.head.weight))
+    assert torch.equal(gathered(state["head.weight"]), gathered(model.head.weight))
 
 
 @pytest.mark.parametrize("reproducible", [False, True], ids=["", "reproducible"])
@@ -98,7 +98,7 @@ def test_gradients_that_users_change(mesh, rank, world_size, reproducible):
         dmuon.dedicate_params(model, mesh, is_matrix, elementwise=lambda n, p: True, reproducible=reproducible)
     weight = model.head.weight
     seen = []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append((p is weight, whole(p.grad))))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append((p is weight, gathered(p.grad))))
 
     def backward(step: int) -> None:
         loss_of(model, batch(step, rank)).backward()
@@ -106,7 +106,7 @@ def test_gradients_that_users_change(mesh, rank, world_size, reproducible):
     alone = []
     for step in range(3):
         backward(step)
-        alone.append(whole(weight.grad))
+        alone.append(gathered(weight.grad))
         weight.grad = None
         model.zero_grad()
     assert all(same and torch.equal(grad, expected) for (same, grad), expected in zip(seen, alone, strict=True))
@@ -117,11 +117,11 @@ def test_gradients_that_users_change(mesh, rank, world_size, reproducible):
     weight.grad = weight.grad * 3.0
     backward(2)
     expected = (alone[0] * 0.5 + alone[1]) * 3.0 + alone[2]
-    torch.testing.assert_close(whole(weight.grad), expected, rtol=1e-6, atol=1e-7)
-    assert len(seen) == 6 and torch.equal(seen[-1][1], whole(weight.grad))
+    torch.testing.assert_close(gathered(weight.grad), expected, rtol=1e-6, atol=1e-7)
+    assert len(seen) == 6 and torch.equal(seen[-1][1], gathered(weight.grad))
     weight.grad = None
     backward(0)
-    assert torch.equal(whole(weight.grad), alone[0])
+    assert torch.equal(gathered(weight.grad), alone[0])
     assert all(param._handle.registered().grad is None for param in cut_ones(model).values())  # nothing kept alive
 
 
@@ -140,11 +140,11 @@ def test_a_model_on_the_meta_device(mesh, rank, world_size):
     for name, value in full_values(model).items():
         assert torch.equal(value, plain.get_parameter(name)), name
     nn.init.constant_(model.head.weight, 0.25)
-    assert whole(model.head.weight).eq(0.25).all()
+    assert gathered(model.head.weight).eq(0.25).all()
     optimizer = dmuon.Muon(model)
     loss_of(model, batch(0, rank)).backward()
     optimizer.step()
-    assert not whole(model.head.weight).eq(0.25).any()
+    assert not gathered(model.head.weight).eq(0.25).any()
 
 
 def test_moving_keeps_values_and_gradients(mesh, rank, world_size):
