@@ -10,7 +10,7 @@ SETUP := .venv/.setup-done
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build build-all test test-cpp test-python test-distributed test-wide asan lint format demo bench docs clean
+.PHONY: help setup build build-all test test-cpp test-python test-distributed test-wide asan gpu-sanitize lint format demo bench docs clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-26s%s\n", $$1, $$2}'
@@ -59,6 +59,12 @@ asan: setup ## C++ tests under the address and undefined-behaviour sanitizers
 	$(CMAKE) --preset asan --log-level=WARNING
 	$(CMAKE) --build --preset asan --parallel $(JOBS)
 	OMP_NUM_THREADS=1 $(BIN)/ctest --preset asan --parallel $(JOBS)
+
+gpu-sanitize: build-all ## kernels under compute-sanitizer, tiles of every width among them; needs a Hopper GPU
+	for tool in memcheck racecheck; do \
+	  DMUON_REQUIRE_GPU=1 compute-sanitizer --tool $$tool --error-exitcode 1 build/release/tests/cpp/dmuon_tests \
+	    --gtest_filter='NewtonSchulzOnGpu.GivesTheSameBits*:*TakesTallSquareAndSmall*:*MuonStepAgreesWithTheCpu' || exit 1; \
+	done
 
 lint: setup ## format, lint, size limits and the arrows between rooms
 	$(PY) tools/lint.py

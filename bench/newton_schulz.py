@@ -122,9 +122,10 @@ def check(x: torch.Tensor) -> dict[str, float]:
     def error(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float((found.float() - expected).norm() / expected.norm())
 
-    ours = dmuon.newton_schulz(list(x.unbind()))[0]
+    expected = reference(x, "polar_express")
     return {
-        "dmuon": error(ours, reference(x, "polar_express")),
+        "dmuon": error(dmuon.newton_schulz(list(x.unbind()))[0], expected),
+        "plain": error(dmuon.newton_schulz(list(x.double().unbind()))[0], expected),
         "eager": error(standard(x)[0], reference(x, "keller_jordan")),
     }
 

@@ -260,7 +260,7 @@ def compare(contenders: list[Contender], tokens: int) -> dict[str, dict[str, Any
     for name, row in rows.items():
         for key in ("step_ms", "optimizer_ms", "resident_gib", "peak_gib"):
             row[f"{key}_by_rank"] = [other[name][key] for other in ranks]
-        baseline = steps.get("adamw_" + name.partition("_")[2].partition("_")[0])
+        baseline = None if name == ALONE else steps.get("adamw_" + name.split("_")[1])
         if baseline is not None:
             row["ratio_to_adamw"] = statistics.median(m / a for m, a in zip(steps[name], baseline, strict=True))
         row["samples_ms"] = next(c.samples for c in contenders if c.name == name)
@@ -335,16 +335,16 @@ def describe(shape: str, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def contender_or_alone(text: str) -> str:
+    return text if text == ALONE else contender_name(text)
+
+
 def contender_name(text: str) -> str:
-    if text == ALONE:
-        return text
     kind, _, rest = text.partition("_")
     mode, *options = rest.split("_")
     known = {*RECIPES, *OPTIONS} if kind == "muon" else {"layers", "root"}
     if kind not in ("adamw", "muon") or mode not in ("z2", "z3") or not known.issuperset(options):
-        raise argparse.ArgumentTypeError(
-            f"expected {ALONE}, or adamw or muon, z2 or z3, and options of {sorted(known)}: {text}"
-        )
+        raise argparse.ArgumentTypeError(f"expected adamw or muon, z2 or z3, and options of {sorted(known)}: {text}")
     return text
 
 
@@ -355,16 +355,16 @@ def token_shape(text: str) -> str:
     return text
 
 
-def make_parser(description: str, contenders: list[str]) -> argparse.ArgumentParser:
+def make_parser(description: str, contenders: list[str], name: Callable = contender_name) -> argparse.ArgumentParser:
     """With the options that measure_shape needs; bench/scaling.py adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", nargs="+", type=contender_name, default=contenders, metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", type=name, default=contenders, metavar="NAME")
     parser.add_argument("--preset", choices=PRESETS, default="1b")
     parser.add_argument("--tokens", nargs="+", type=token_shape, default=["2048x4"], metavar="SEQUENCExBATCH")
     parser.add_argument("--rounds", type=int, default=5, help="0: only the profiles")
     parser.add_argument("--steps", type=int, default=4, help="per contender and round")
     parser.add_argument("--run-ahead", action="store_true", help="do not wait for the GPU after every step")
-    parser.add_argument("--profile", nargs="+", type=contender_name, default=[], metavar="NAME")
+    parser.add_argument("--profile", nargs="+", type=name, default=[], metavar="NAME")
     parser.add_argument("--communication", default=step_profile.COMMUNICATION, help="pattern of such kernels' names")
     parser.add_argument("--trace", action="store_true", help="also write the chrome trace of each profile to --out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -421,7 +421,7 @@ def write(result: dict[str, Any], out: Path, timed: bool) -> None:
 
 
 def main() -> None:
-    args = read_arguments(make_parser(__doc__, CONTENDERS))
+    args = read_arguments(make_parser(__doc__, CONTENDERS, contender_or_alone))
     mesh = start(args.device)
     config = PRESETS[args.preset]
     contenders = [

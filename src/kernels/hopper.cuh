@@ -79,7 +79,8 @@ __device__ __forceinline__ void store_wait_read() {
 /// This thread's stores are written.
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/// Orders ordinary accesses of this thread and those of the copy engine and the tensor cores.
+/// Orders ordinary accesses of this thread and those of the copy engine and the tensor cores, to global memory or to
+/// the block's shared memory.  Without either name the fence also waits for device memory: 700 cycles.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -91,8 +92,8 @@ __device__ __forceinline__ int load_acquire(const int* address) {
   return value;
 }
 
-/// Before an add_relaxed() that tells of what this thread has written.  Cheaper than __threadfence(), which also orders
-/// it among all threads' fences.
+/// Before an add_relaxed() that tells of what this thread, or a store that it waited for, has written.  Cheaper than
+/// __threadfence(), which also orders it among all threads' fences.
 __device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ void add_relaxed(int* address, int value) {

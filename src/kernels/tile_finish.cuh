@@ -65,13 +65,17 @@ struct Finisher {
   }
 
   template <bool kTransposed>
-  __device__ void stage(const std::uint32_t (&values)[16]) {
-    const std::uint32_t box = wait_free_box();
+  __device__ void write(std::uint32_t box, const std::uint32_t (&values)[16]) const {
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       const std::uint32_t place = place_in<kTransposed>(box, j);
       store_matrices<kTransposed>(place, {values[2 * j], values[2 * j + 1], values[2 * j + 2], values[2 * j + 3]});
     }
+  }
+
+  template <bool kTransposed>
+  __device__ void stage(const std::uint32_t (&values)[16]) {
+    write<kTransposed>(wait_free_box(), values);
     pass_on_box();
   }
 
@@ -79,11 +83,7 @@ struct Finisher {
   // has rows 2 * warp and 2 * warp + 1.
   __device__ void stage_diagonal(const std::uint32_t (&values)[16]) {
     const std::uint32_t box = wait_free_box();
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      store_matrices<false>(place_in<false>(box, j),
-                            {values[2 * j], values[2 * j + 1], values[2 * j + 2], values[2 * j + 3]});
-    }
+    write<false>(box, values);
     warpgroup_sync(1 + which);  // what lies above the diagonal is written a second time
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {

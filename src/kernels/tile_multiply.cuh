@@ -54,7 +54,7 @@ struct Multiplier {
 
   __device__ void finish(float (&sum)[32 * kMaxBoxes], const TileOp& op, int row, int col, int boxes) {
     const Ending ending(op);
-    const bool with_c = op.beta != 0.0F;
+    const bool with_c = ending.beta != 0.0F;
     std::uint32_t stage = 0;
 #pragma unroll
     for (int box = 0; box < kMaxBoxes; ++box) {

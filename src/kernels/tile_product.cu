@@ -2,7 +2,8 @@
 //
 //   scheduler  takes tickets, copies the product and the item to a slot of a ring, waits for what the item reads
 //   loader     fills a ring of stages with boxes of A and B, and then of C
-//   multiplier (two, 64 rows each)  sums over the depth in registers, adds beta * C, rounds, and stages boxes to store
+//   multiplier (two, 64 rows each)  sums over the depth in registers, adds beta * C, rounds, and stages boxes to store;
+//              at the end of a large tile the two take turns
 //   storer     (one for each multiplier)  writes the staged boxes and signals the finished blocks
 //
 // So the next item's loads and the last one's stores run beside the matrix instructions.

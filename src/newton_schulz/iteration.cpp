@@ -31,23 +31,22 @@ at::Tensor multiply_add(const at::Tensor& c, const at::Tensor& a, const at::Tens
 // alpha * a b + beta * c, which is symmetric; without c, a b.  Of a large one only the block rows up to the diagonal
 // are computed; what lies above is copied from below.
 at::Tensor symmetric(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c, double beta, double alpha) {
+  const auto of = [&](const at::Tensor& left, const at::Tensor& right, const at::Tensor& old) {
+    return old.defined() ? multiply_add(old, left, right, beta, alpha) : product(left, right);
+  };
   const std::int64_t n = a.size(-2);
   const std::int64_t blocks = std::min(kMostBlocks, n / kLeastRows);
-  if (a.dim() != 2 || blocks < 2) return c.defined() ? multiply_add(c, a, b, beta, alpha) : product(a, b);
-  at::Tensor out = at::empty({n, n}, a.options());
+  if (blocks < 2) return of(a, b, c);
+  auto sizes = a.sizes().vec();
+  sizes.back() = n;
+  const at::Tensor out = at::empty(sizes, a.options());
   for (std::int64_t block = 0; block < blocks; ++block) {
     const std::int64_t begin = n * block / blocks;
     const std::int64_t end = n * (block + 1) / blocks;
-    at::Tensor rows = out.narrow(0, begin, end - begin);
-    at::Tensor to = rows.narrow(1, 0, end);
-    const at::Tensor left = a.narrow(0, begin, end - begin);
-    const at::Tensor right = b.narrow(1, 0, end);
-    if (c.defined()) {
-      at::addmm_out(to, c.narrow(0, begin, end - begin).narrow(1, 0, end), left, right, beta, alpha);
-    } else {
-      at::mm_out(to, left, right);
-    }
-    out.narrow(0, 0, begin).narrow(1, begin, end - begin).copy_(rows.narrow(1, 0, begin).t());
+    const auto rows = [&](const at::Tensor& x) { return x.narrow(-2, begin, end - begin); };
+    const at::Tensor found = of(rows(a), b.narrow(-1, 0, end), c.defined() ? rows(c).narrow(-1, 0, end) : c);
+    rows(out).narrow(-1, 0, end).copy_(found);
+    out.narrow(-2, 0, begin).narrow(-1, begin, end - begin).copy_(found.narrow(-1, 0, begin).mT());
   }
   return out;
 }
@@ -90,7 +89,6 @@ at::Tensor run_segment(const at::Tensor& x, std::span<const NsCoefficients> step
 }  // namespace
 
 at::Tensor iterate(at::Tensor x, std::span<const NsCoefficients> steps, std::span<const int> restarts, int prescale) {
-  if (x.dim() == 3 && x.size(0) == 1) return iterate(x.squeeze(0), steps, restarts, prescale).unsqueeze(0);
   for (std::size_t begin = 0; begin < steps.size();) {
     const std::size_t end = segment_end(restarts, begin, steps.size());
     x = run_segment(x, steps.subspan(begin, end - begin), begin == 0 ? prescale : 0);

@@ -168,6 +168,31 @@ TEST_F(NewtonSchulzOnGpu, GivesTheSameBitsInABatchOfAnySize) {
   }
 }
 
+// Side by side these take tiles of four boxes, half-stored squares and turns (TileWidth in work_list_test.cpp); alone,
+// tiles of one box.
+TEST_F(NewtonSchulzOnGpu, GivesTheSameBitsFromWideTilesAndNarrowOnes) {
+  Matrices make(39);
+  const NsOptions options = make_ns_options("gram", 5, "polar_express");
+  for (const auto& [rows, cols] : {std::pair{512, 512}, {512, 1024}, {520, 500}}) {
+    const std::vector<at::Tensor> list = gaussians(make, 24, rows, cols);
+    const std::vector<at::Tensor> found = newton_schulz(list, options);
+    for (const std::size_t i : {0, 11, 23}) {
+      EXPECT_TRUE(same_bits(orthogonalize(list[i], options), found[i].cpu())) << rows << " x " << cols << ", " << i;
+    }
+  }
+}
+
+// fp64 takes the path of GPUs without kernels of their own; sides from 1024 on go by block rows there.
+TEST_F(NewtonSchulzOnGpu, LargeMatricesFollowThePolynomialOnThePlainPath) {
+  Matrices make(40);
+  const NsOptions options = make_ns_options("gram", 5, "polar_express");
+  for (const auto& [rows, cols] : {std::pair{1024, 1100}, {1601, 1100}, {1100, 1601}}) {
+    const at::Tensor x = make.gaussian(rows, cols).to(at::kDouble);
+    const at::Tensor exact = reference_polynomial(x, options.coefficients);
+    EXPECT_LE(relative_error(orthogonalize(x.to(at::kCUDA), options), exact), 5e-2) << rows << " x " << cols;
+  }
+}
+
 TEST_F(NewtonSchulzOnGpu, KeepsNanAndInfInTheirMatrix) {
   Matrices make(36);
   std::vector<at::Tensor> list = gaussians(make, 4, 64, 176);

@@ -155,6 +155,8 @@ TEST(TileWidth, IsNarrowForFewProductsAndWideForMany) {
   op.symmetric = 1;
   EXPECT_EQ(tile_width(op, 1, 132), 1);
   EXPECT_EQ(tile_width(op, 16, 132), 4);
+  op.rows = op.cols = op.depth = 512;
+  EXPECT_EQ(tile_width(op, 24, 132), 4);
   op.rows = op.cols = op.depth = 8192;
   EXPECT_EQ(tile_width(op, 1, 132), 4);
   int last = 1;
