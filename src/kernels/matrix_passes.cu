@@ -3,115 +3,25 @@
 
 #include "kernels/launch.cuh"
 #include "kernels/matrix_passes.h"
+#include "kernels/matrix_share.cuh"
 #include "kernels/vectors.cuh"
 
 namespace dmuon::kernels {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kMaxBlocks = 512;    // blocks, and so partial sums, per matrix
-constexpr int kMaxMatrices = 128;  // passed by value in one launch
-constexpr std::int64_t kPerBlock = std::int64_t{kThreads} * kVector * 4;
+using namespace passes;  // NOLINT
 
-struct Entry {
-  PassMatrix matrix;
-  int first_block;  // of the launch; its partial sums start there too
-  int blocks;
-};
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-struct Batch {
-  Entry entries[kMaxMatrices];
-  int count;
-  float momentum;
-  bool nesterov;
-  double scale;
-  float decay;
-  double* partial;
-  bool* finite;
-  std::int32_t* zeros;
-  std::int64_t zero_count;
-};
-
-int blocks_of(const PassMatrix& matrix) {
+Entry entry_for(const PassMatrix& matrix, int first_share) {
   const std::int64_t numel = matrix.rows * matrix.cols;
-  return static_cast<int>(std::min<std::int64_t>(kMaxBlocks, (numel + kPerBlock - 1) / kPerBlock));
+  const std::int64_t per_share = ceil_div(numel, kMaxShares * kLeastShare) * kLeastShare;
+  return {matrix, first_share, static_cast<int>(ceil_div(numel, per_share)), per_share};
 }
-
-__device__ const Entry& entry_of_block(const Batch& batch) {
-  int low = 0;
-  for (int high = batch.count; high - low > 1;) {
-    const int middle = (low + high) / 2;
-    (batch.entries[middle].first_block <= static_cast<int>(blockIdx.x) ? low : high) = middle;
-  }
-  return batch.entries[low];
-}
-
-// Elements [i, i + 4) of a contiguous array, zero past the end.  The values do not depend on the alignment.
-template <class T>
-__device__ float4 load(const T* x, std::int64_t i, std::int64_t numel) {
-  if (is_aligned(x) && i + kVector <= numel) {
-    const auto v = *reinterpret_cast<const Vector<T>*>(x + i);
-    return make_float4(to_float(v.values[0]), to_float(v.values[1]), to_float(v.values[2]), to_float(v.values[3]));
-  }
-  const auto at = [=](int j) { return i + j < numel ? to_float(x[i + j]) : 0.0F; };
-  return make_float4(at(0), at(1), at(2), at(3));
-}
-
-template <class T>
-__device__ void save(T* x, std::int64_t i, std::int64_t numel, const float4& v) {
-  const float values[kVector] = {v.x, v.y, v.z, v.w};
-  if (is_aligned(x) && i + kVector <= numel) {
-    Vector<T> packed;
-    for (int j = 0; j < kVector; ++j) packed.values[j] = from_float<T>(values[j]);
-    *reinterpret_cast<Vector<T>*>(x + i) = packed;
-    return;
-  }
-  for (int j = 0; j < kVector && i + j < numel; ++j) x[i + j] = from_float<T>(values[j]);
-}
-
-// Four elements of x, whose lines may be longer than the matrix's.
-template <class X>
-struct Lines {
-  X* x;
-  std::int64_t numel;
-  int cols;
-  int ld;
-
-  __device__ explicit Lines(const PassMatrix& matrix)
-      : x(static_cast<X*>(matrix.x)),
-        numel(matrix.rows * matrix.cols),
-        cols(static_cast<int>(matrix.cols)),
-        ld(static_cast<int>(matrix.ld)) {}
-
-  __device__ X& at(std::int64_t i) const { return x[i / cols * ld + i % cols]; }
-
-  __device__ float4 load(std::int64_t i) const {
-    if (ld == cols) return kernels::load(x, i, numel);
-    const auto value = [this, i](int j) { return i + j < numel ? to_float(at(i + j)) : 0.0F; };
-    return make_float4(value(0), value(1), value(2), value(3));
-  }
-
-  __device__ void save(std::int64_t i, const X (&values)[kVector]) const {
-    if (ld == cols && is_aligned(x) && i + kVector <= numel) {
-      *reinterpret_cast<Vector<X>*>(x + i) = *reinterpret_cast<const Vector<X>*>(values);
-      return;
-    }
-    for (int j = 0; j < kVector && i + j < numel; ++j) at(i + j) = values[j];
-  }
-};
 
 // What Newton-Schulz leaves x in.
 template <class T>
 using Result = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat16, __half>;
-
-// This block's share of a matrix, four elements at a time.
-template <class Body>
-__device__ void for_each(const Entry& entry, Body body) {
-  const std::int64_t numel = entry.matrix.rows * entry.matrix.cols;
-  const std::int64_t stride = std::int64_t{entry.blocks} * kThreads * kVector;
-  const std::int64_t block = static_cast<int>(blockIdx.x) - entry.first_block;
-  for (std::int64_t i = (block * kThreads + threadIdx.x) * kVector; i < numel; i += stride) body(i, numel);
-}
 
 // momentum * m + g, and g + momentum * m: rounded after the product and after the sum, as torch does.
 __device__ float4 scaled_sum(float factor, const float4& m, const float4& g) {
@@ -119,87 +29,182 @@ __device__ float4 scaled_sum(float factor, const float4& m, const float4& g) {
   return make_float4(one(m.x, g.x), one(m.y, g.y), one(m.z, g.z), one(m.w, g.w));
 }
 
-// Sum over the block in a fixed order; the result is valid in thread 0.
-__device__ double block_sum(double value) {
-  __shared__ double warp_sums[kThreads / 32];
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(~0U, value, offset);
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  if (threadIdx.x >= 32) return 0.0;
-  value = threadIdx.x < kThreads / 32 ? warp_sums[threadIdx.x] : 0.0;
+__device__ double warp_sum(double value) {
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(~0U, value, offset);
   return value;
 }
 
-// Updates the momentum and leaves one partial sum of squares for each block.
+// Sum over the block in a fixed order, once in a kernel; the result is valid in thread 0.
+__device__ double block_sum(double value) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ double warp_sums[kWarps];
+  value = warp_sum(value);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x >= 32) return 0.0;
+  return warp_sum(threadIdx.x < kWarps ? warp_sums[threadIdx.x] : 0.0);
+}
+
+// 2^e for -126 <= e <= 127, and for -1022 <= e <= 1023.
+__device__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+__device__ double double_power_of_two(int e) { return __hiloint2double((e + 1023) << 20, 0); }
+
+// The sum of four squares.  Taken in fp32, of values that are scaled by a power of two to be near 1: conversions to
+// fp64 are slow, and one is enough.
+__device__ double sum_of_squares(const float4& v) {
+  const float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  const int scale = max(127 - (__float_as_int(largest) >> 23), -126);
+  const float factor = power_of_two(scale);
+  const float4 y = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+  const float sum = fmaf(y.x, y.x, y.y * y.y) + fmaf(y.z, y.z, y.w * y.w);
+  return double{sum} * double_power_of_two(-2 * scale);
+}
+
+// A positive factor beyond the range of fp32, as three in it: two powers of two, which round nothing, and one below 2.
+struct Factor {
+  float first;
+  float second;
+  float mantissa;
+
+  __device__ explicit Factor(double factor) : first(1.0F), second(1.0F), mantissa(static_cast<float>(factor)) {
+    if (!(factor > 0.0) || isinf(factor)) return;
+    const int exponent = ilogb(factor);
+    first = power_of_two(exponent / 2);
+    second = power_of_two(exponent - exponent / 2);
+    mantissa = static_cast<float>(scalbn(factor, -exponent));
+  }
+
+  __device__ float times(float x) const { return x * first * second * mantissa; }
+};
+
 template <class T>
-__global__ void __launch_bounds__(kThreads) accumulate(const __grid_constant__ Batch batch) {
-  wait_for_kernel_before();
-  const Entry& entry = entry_of_block(batch);
-  const PassMatrix& matrix = entry.matrix;
+struct InputAndMomentum {
+  Vector<T> input;
+  Vector<float> momentum;
+};
+
+template <bool kWhole, class T>
+__device__ InputAndMomentum<T> read_input(const PassMatrix& matrix, std::int64_t i) {
+  const std::int64_t numel = matrix.rows * matrix.cols;
+  InputAndMomentum<T> found;
+  found.input = load<kWhole>(static_cast<const T*>(matrix.input), i, numel);
+  if (matrix.momentum != nullptr) found.momentum = load<kWhole>(matrix.momentum, i, numel);
+  return found;
+}
+
+// The momentum of a share, and this thread's part of its sum of squares.
+template <bool kWhole, class T>
+__device__ double accumulate_share(const Share& share) {
+  const Batch& batch = share.batch;
+  const PassMatrix& matrix = share.matrix();
   double sum = 0.0;
-  for_each(entry, [&](std::int64_t i, std::int64_t numel) {
-    float4 y = load(static_cast<const T*>(matrix.input), i, numel);
+  const auto read = [&](std::int64_t i) { return read_input<kWhole, T>(matrix, i); };
+  for_each<kWhole>(share, read, [&](std::int64_t i, const InputAndMomentum<T>& old) {
+    float4 y = to_floats(old.input);
     if (matrix.momentum != nullptr) {
-      const float4 m = scaled_sum(batch.momentum, load(matrix.momentum, i, numel), y);
-      save(matrix.momentum, i, numel, m);
+      const float4 m = scaled_sum(batch.momentum, to_floats(old.momentum), y);
+      save<kWhole>(matrix.momentum, i, matrix.rows * matrix.cols, m);
       y = batch.nesterov ? scaled_sum(batch.momentum, m, y) : m;
     }
-    sum += (double{y.x} * y.x + double{y.y} * y.y) + (double{y.z} * y.z + double{y.w} * y.w);
+    sum += sum_of_squares(y);
   });
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) batch.partial[blockIdx.x] = sum;
-  if (threadIdx.x == 0 && batch.finite != nullptr && static_cast<int>(blockIdx.x) == entry.first_block) {
-    batch.finite[&entry - batch.entries] = true;
-  }
+  return sum;
+}
+
+// Updates the momentum and leaves one partial sum of squares for each share.
+template <class T>
+__global__ void __launch_bounds__(kThreads, kResident) accumulate(const __grid_constant__ Batch batch) {
+  wait_for_kernel_before();
+  const Share share(batch);
+  const bool whole = is_whole(share, static_cast<const T*>(share.matrix().input), share.matrix().momentum);
+  const double sum = block_sum(whole ? accumulate_share<true, T>(share) : accumulate_share<false, T>(share));
+  if (threadIdx.x == 0) batch.partial[share.number] = sum;
+  if (threadIdx.x == 0 && batch.finite != nullptr && share.is_first()) batch.finite[share.index] = true;
   const std::int64_t threads = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < batch.zero_count; i += threads) {
     batch.zeros[i] = 0;
   }
 }
 
-// Every block adds up its matrix's partial sums itself, in the same order, and writes its elements.
-template <class T>
-__global__ void __launch_bounds__(kThreads) scale_cast(const __grid_constant__ Batch batch) {
-  wait_for_kernel_before();
-  static_assert(kMaxBlocks <= kThreads);
-  __shared__ double shared_factor;
-  const Entry& entry = entry_of_block(batch);
-  const PassMatrix& matrix = entry.matrix;
-  const bool mine = static_cast<int>(threadIdx.x) < entry.blocks;
-  const double sum = block_sum(mine ? batch.partial[entry.first_block + threadIdx.x] : 0.0);
-  if (threadIdx.x == 0) shared_factor = sum == 0.0 ? 1.0 : batch.scale / sqrt(sum);
+// scale / norm of a matrix.  Every block adds up the partial sums itself, in the same order.
+__device__ Factor factor_of(const Share& share) {
+  __shared__ double factor;
+  const double* partial = share.batch.partial + share.entry().first_share;
+  double part = 0.0;
+  for (int i = static_cast<int>(threadIdx.x); i < share.entry().shares; i += kThreads) part += partial[i];
+  const double sum = block_sum(part);
+  if (threadIdx.x == 0) factor = sum == 0.0 ? 1.0 : share.batch.scale / sqrt(sum);
   __syncthreads();
-  const double factor = shared_factor;
-  const Lines<__half> x(matrix);
-  for_each(entry, [&](std::int64_t i, std::int64_t numel) {
-    float4 y = load(static_cast<const T*>(matrix.input), i, numel);
+  return Factor(factor);
+}
+
+template <bool kWhole, class T>
+__device__ void scale_share(const Share& share, const Factor& factor) {
+  const Batch& batch = share.batch;
+  const PassMatrix& matrix = share.matrix();
+  const Lines<kWhole, __half> x(matrix);
+  const auto read = [&](std::int64_t i) { return read_input<kWhole, T>(matrix, i); };
+  for_each<kWhole>(share, read, [&](std::int64_t i, const InputAndMomentum<T>& old) {
+    float4 y = to_floats(old.input);
     if (matrix.momentum != nullptr) {
-      const float4 m = load(matrix.momentum, i, numel);
+      const float4 m = to_floats(old.momentum);
       y = batch.nesterov ? scaled_sum(batch.momentum, m, y) : m;
     }
-    alignas(8) const __half h[kVector] = {__double2half(y.x * factor), __double2half(y.y * factor),
-                                          __double2half(y.z * factor), __double2half(y.w * factor)};
-    x.save(i, h);
+    x.save(i, make_float4(factor.times(y.x), factor.times(y.y), factor.times(y.z), factor.times(y.w)));
   });
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) update(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(kThreads, kResident) scale_cast(const __grid_constant__ Batch batch) {
   wait_for_kernel_before();
-  const Entry& entry = entry_of_block(batch);
-  const PassMatrix& matrix = entry.matrix;
-  const Lines<Result<T>> x(matrix);
+  const Share share(batch);
+  const PassMatrix& matrix = share.matrix();
+  const bool whole = matrix.ld == matrix.cols && is_whole(share, static_cast<const T*>(matrix.input), matrix.momentum,
+                                                          static_cast<__half*>(matrix.x));
+  const Factor factor = factor_of(share);
+  whole ? scale_share<true, T>(share, factor) : scale_share<false, T>(share, factor);
+}
+
+template <class X>
+struct DirectionAndWeight {
+  Vector<X> direction;
+  Vector<float> weight;
+};
+
+// Whether what this thread has of x is finite.
+template <bool kWhole, class T>
+__device__ bool update_share(const Share& share) {
+  const PassMatrix& matrix = share.matrix();
+  const std::int64_t numel = matrix.rows * matrix.cols;
+  const float decay = share.batch.decay;
+  const Lines<kWhole, Result<T>> x(matrix);
   bool finite = true;
-  for_each(entry, [&](std::int64_t i, std::int64_t numel) {
-    const float4 u = x.load(i);
+  const auto read = [&](std::int64_t i) {
+    DirectionAndWeight<Result<T>> old;
+    old.direction = x.load(i);
+    if (matrix.weight != nullptr) old.weight = load<kWhole>(matrix.weight, i, numel);
+    return old;
+  };
+  for_each<kWhole>(share, read, [&](std::int64_t i, const DirectionAndWeight<Result<T>>& old) {
+    const float4 u = to_floats(old.direction);
     finite = finite && isfinite(u.x) && isfinite(u.y) && isfinite(u.z) && isfinite(u.w);
-    if (matrix.weight == nullptr) return save(static_cast<T*>(matrix.output), i, numel, u);
-    const float4 w = load(matrix.weight, i, numel);
-    const auto one = [&](float old, float direction) { return old * batch.decay - matrix.step * direction; };
-    save(matrix.weight, i, numel, make_float4(one(w.x, u.x), one(w.y, u.y), one(w.z, u.z), one(w.w, u.w)));
+    if (matrix.weight == nullptr) return save<kWhole>(static_cast<T*>(matrix.output), i, numel, u);
+    const float4 w = to_floats(old.weight);
+    const auto one = [&](float before, float direction) { return before * decay - matrix.step * direction; };
+    save<kWhole>(matrix.weight, i, numel, make_float4(one(w.x, u.x), one(w.y, u.y), one(w.z, u.z), one(w.w, u.w)));
   });
-  if (!finite && batch.finite != nullptr) batch.finite[&entry - batch.entries] = false;
+  return finite;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kResident) update(const __grid_constant__ Batch batch) {
+  wait_for_kernel_before();
+  const Share share(batch);
+  const PassMatrix& matrix = share.matrix();
+  const bool whole = matrix.ld == matrix.cols && is_whole(share, static_cast<Result<T>*>(matrix.x), matrix.weight,
+                                                          static_cast<const T*>(matrix.output));
+  const bool finite = whole ? update_share<true, T>(share) : update_share<false, T>(share);
+  if (!finite && batch.finite != nullptr) batch.finite[share.index] = false;
 }
 
 // Calls launch(batch, blocks) for up to kMaxMatrices at a time.
@@ -210,6 +215,7 @@ const char* for_each_batch(const PassArgs& args, Launch launch) {
     const auto part = args.matrices.subspan(begin, std::min<std::size_t>(kMaxMatrices, args.matrices.size() - begin));
     Batch batch{.entries = {},
                 .count = static_cast<int>(part.size()),
+                .shares = 0,
                 .momentum = args.momentum,
                 .nesterov = args.nesterov,
                 .scale = args.scale,
@@ -218,13 +224,12 @@ const char* for_each_batch(const PassArgs& args, Launch launch) {
                 .finite = args.finite == nullptr ? nullptr : args.finite + begin,
                 .zeros = args.zeros,
                 .zero_count = begin == 0 ? args.zero_count : 0};
-    int blocks = 0;
     for (std::size_t i = 0; i < part.size(); ++i) {
-      batch.entries[i] = {part[i], blocks, blocks_of(part[i])};
-      blocks += batch.entries[i].blocks;
+      batch.entries[i] = entry_for(part[i], batch.shares);
+      batch.shares += batch.entries[i].shares;
     }
-    launch(batch, static_cast<unsigned>(blocks));
-    partials += blocks;
+    launch(batch, static_cast<unsigned>(batch.shares));
+    partials += batch.shares;
   }
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -249,7 +254,7 @@ const char* finish_of(const PassArgs& args, cudaStream_t stream) {
 
 std::int64_t normalize_workspace(std::span<const PassMatrix> matrices) {
   std::int64_t total = 0;
-  for (const PassMatrix& matrix : matrices) total += blocks_of(matrix);
+  for (const PassMatrix& matrix : matrices) total += entry_for(matrix, 0).shares;
   return total;
 }
 

@@ -22,7 +22,7 @@ struct Batch {
 template <class T>
 __device__ void load(const T* x, std::int64_t i, int count, float (&values)[kVector]) {
   if (count == kVector && is_aligned(x + i)) {
-    const auto packed = *reinterpret_cast<const Vector<T>*>(x + i);
+    const Vector<T> packed = load_vector(x + i);
     for (int j = 0; j < kVector; ++j) values[j] = to_float(packed.values[j]);
     return;
   }
@@ -34,7 +34,7 @@ __device__ void save(T* x, std::int64_t i, int count, const float (&values)[kVec
   if (count == kVector && is_aligned(x + i)) {
     Vector<T> packed;
     for (int j = 0; j < kVector; ++j) packed.values[j] = from_float<T>(values[j]);
-    *reinterpret_cast<Vector<T>*>(x + i) = packed;
+    store_vector(x + i, packed);
     return;
   }
   for (int j = 0; j < count; ++j) x[i + j] = from_float<T>(values[j]);

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace dmuon::kernels {
 
@@ -34,6 +35,20 @@ template <class T>
 struct alignas(kVector * sizeof(T)) Vector {
   T values[kVector];
 };
+
+// In one instruction each: what is assigned may be stored member by member.
+template <class T>
+__device__ Vector<T> load_vector(const T* from) {
+  using Word = std::conditional_t<sizeof(Vector<T>) == 16, uint4, uint2>;
+  const Word word = *reinterpret_cast<const Word*>(from);
+  return *reinterpret_cast<const Vector<T>*>(&word);
+}
+
+template <class T>
+__device__ void store_vector(T* to, const Vector<T>& values) {
+  using Word = std::conditional_t<sizeof(Vector<T>) == 16, uint4, uint2>;
+  __stwb(reinterpret_cast<Word*>(to), *reinterpret_cast<const Word*>(&values));
+}
 
 template <class T>
 __device__ bool is_aligned(const T* pointer) {
