@@ -7,9 +7,11 @@ namespace dmuon::kernels {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kAhead = 4;         // vectors of a rank that a thread has on their way
 constexpr int kMaxSegments = 64;  // passed by value in one launch
 constexpr int kMaxBlocks = 1024;  // of one segment
-constexpr std::int64_t kPerBlock = std::int64_t{kThreads} * kVector;
+constexpr int kStride = kThreads * kVector;
+constexpr std::int64_t kChunk = std::int64_t{kStride} * kAhead;  // what a thread block takes at a time
 
 struct Batch {
   SumSegment segments[kMaxSegments];
@@ -18,48 +20,76 @@ struct Batch {
   float factor;
 };
 
-// Elements [i, i + count) of x, count at most four.
-template <class T>
-__device__ void load(const T* x, std::int64_t i, int count, float (&values)[kVector]) {
-  if (count == kVector && is_aligned(x + i)) {
-    const Vector<T> packed = load_vector(x + i);
-    for (int j = 0; j < kVector; ++j) values[j] = to_float(packed.values[j]);
-    return;
+// Elements [i, i + 4) of x, zero past the end.  A whole chunk lies in the segment, in aligned vectors.
+template <bool kWhole, class T>
+__device__ Vector<T> load(const T* x, std::int64_t i, std::int64_t numel) {
+  if constexpr (kWhole) {
+    return load_vector(x + i);
+  } else {
+    Vector<T> packed;
+    for (int j = 0; j < kVector; ++j) packed.values[j] = i + j < numel ? x[i + j] : from_float<T>(0.0F);
+    return packed;
   }
-  for (int j = 0; j < count; ++j) values[j] = to_float(x[i + j]);
 }
 
-template <class T>
-__device__ void save(T* x, std::int64_t i, int count, const float (&values)[kVector]) {
-  if (count == kVector && is_aligned(x + i)) {
-    Vector<T> packed;
-    for (int j = 0; j < kVector; ++j) packed.values[j] = from_float<T>(values[j]);
+template <bool kWhole, class T>
+__device__ void save(T* x, std::int64_t i, std::int64_t numel, const float (&values)[kVector]) {
+  Vector<T> packed;
+  for (int j = 0; j < kVector; ++j) packed.values[j] = from_float<T>(values[j]);
+  if constexpr (kWhole) {
     store_vector(x + i, packed);
-    return;
+  } else {
+    for (int j = 0; j < kVector && i + j < numel; ++j) x[i + j] = packed.values[j];
   }
-  for (int j = 0; j < count; ++j) x[i + j] = from_float<T>(values[j]);
+}
+
+// sum += x from element i on, kAhead vectors kStride apart; all are read before the first is added.
+template <bool kWhole, class T>
+__device__ void add(float (&sum)[kAhead][kVector], const T* x, std::int64_t i, std::int64_t numel, bool first) {
+  Vector<T> values[kAhead];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) values[k] = load<kWhole>(x, i + k * kStride, numel);
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    for (int j = 0; j < kVector; ++j) {
+      const float value = to_float(values[k].values[j]);
+      sum[k][j] = first ? value : sum[k][j] + value;
+    }
+  }
+}
+
+// This thread's elements of the chunk: from i on.
+template <bool kWhole, class Sum, class Sent>
+__device__ void sum_chunk(const Batch& batch, const SumSegment& segment, std::int64_t i) {
+  auto* total = static_cast<Sum*>(segment.total);
+  const auto* parts = static_cast<const Sent*>(segment.parts);
+  float sum[kAhead][kVector];
+  for (int rank = 0; rank < batch.ranks; ++rank) {
+    if (rank == batch.rank) {
+      add<kWhole>(sum, total, i, segment.numel, rank == 0);
+    } else {
+      add<kWhole>(sum, parts + (rank < batch.rank ? rank : rank - 1) * segment.stride, i, segment.numel, rank == 0);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    for (float& value : sum[k]) value *= batch.factor;
+    save<kWhole>(total, i + k * kStride, segment.numel, sum[k]);
+  }
 }
 
 template <class Sum, class Sent>
-__global__ void sum_kernel(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Batch batch) {
   const SumSegment& segment = batch.segments[blockIdx.y];
-  auto* total = static_cast<Sum*>(segment.total);
-  const auto* parts = static_cast<const Sent*>(segment.parts);
-  const std::int64_t step = std::int64_t{gridDim.x} * kPerBlock;
-  for (std::int64_t i = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < segment.numel; i += step) {
-    const int count = segment.numel - i < kVector ? static_cast<int>(segment.numel - i) : kVector;
-    float sum[kVector] = {};
-    for (int rank = 0; rank < batch.ranks; ++rank) {
-      float values[kVector] = {};
-      if (rank == batch.rank) {
-        load(total, i, count, values);
-      } else {
-        load(parts + (rank < batch.rank ? rank : rank - 1) * segment.stride, i, count, values);
-      }
-      for (int j = 0; j < kVector; ++j) sum[j] = rank == 0 ? values[j] : sum[j] + values[j];
+  const bool aligned = is_aligned(static_cast<Sum*>(segment.total)) &&
+                       is_aligned(static_cast<const Sent*>(segment.parts)) && segment.stride % kVector == 0;
+  for (std::int64_t begin = blockIdx.x * kChunk; begin < segment.numel; begin += gridDim.x * kChunk) {
+    const std::int64_t i = begin + threadIdx.x * kVector;
+    if (aligned && begin + kChunk <= segment.numel) {
+      sum_chunk<true, Sum, Sent>(batch, segment, i);
+    } else {
+      sum_chunk<false, Sum, Sent>(batch, segment, i);
     }
-    for (float& value : sum) value *= batch.factor;
-    save(total, i, count, sum);
   }
 }
 
@@ -99,7 +129,7 @@ cudaError_t launch(const SumArgs& args, std::span<const SumSegment> segments, cu
     longest = std::max(longest, segments[i].numel);
   }
   if (longest == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(kMaxBlocks, (longest + kPerBlock - 1) / kPerBlock));
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(kMaxBlocks, (longest + kChunk - 1) / kChunk));
   kernel_for(args.sum, args.sent)<<<dim3(blocks, static_cast<unsigned>(segments.size())), kThreads, 0, stream>>>(batch);
   return cudaGetLastError();
 }
