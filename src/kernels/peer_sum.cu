@@ -7,9 +7,9 @@ namespace dmuon::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;         // vectors of a rank that a thread has on their way
-constexpr int kMaxSegments = 64;  // passed by value in one launch
-constexpr int kMaxBlocks = 1024;  // of one segment
+constexpr int kAhead = 4;            // vectors of a rank that a thread has on their way
+constexpr int kMaxSegments = 64;     // passed by value in one launch
+constexpr int kMaxBlocks = 1 << 16;  // of one segment
 constexpr int kStride = kThreads * kVector;
 constexpr std::int64_t kChunk = std::int64_t{kStride} * kAhead;  // what a thread block takes at a time
 
