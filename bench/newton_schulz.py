@@ -5,8 +5,9 @@
 
 Five steps on bf16 Gaussian matrices.  `eager` is the plain loop, `fused` the same with addmm.  `called` is back-to-back
 calls from Python, host time included; `graph` is the replay of a CUDA graph of the same call.  `plain` is dmuon's path
-for GPUs without kernels of their own, which fp64 input takes on every GPU (also in fp16).  Engines take turns; a
-round is one sample of about `--sample-ms` of each engine, and the median over the rounds is printed.  `floor` is the
+for GPUs without kernels of their own, which fp64 input takes on every GPU (also in fp16).  A round is
+one sample of about `--sample-ms` of each engine, and the median over the rounds is printed; engines take turns in an
+order drawn for each round, because what has just run sets the clock of a chip that power limits.  `floor` is the
 time of the exact triangles of the cheaper algorithm at the rate of an 8192^3 product, measured right after the sweep:
 a chip that is hot runs slower.  `gns` is Gram Newton-Schulz with its quack kernels, where the package
 `gram_newton_schulz` is installed.  Before anything is timed, each engine's result is compared with the fp32 iteration
@@ -15,6 +16,7 @@ of its own coefficients.
 
 import argparse
 import json
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -158,7 +160,7 @@ def measure(shape: str, rounds: int, sample_ms: float) -> dict[str, object]:
     for engine in engines:
         engine.warm_up(sample_ms)
     for i in range(rounds):
-        for engine in engines if i % 2 == 0 else reversed(engines):
+        for engine in random.Random(i).sample(engines, len(engines)):
             engine.samples.append(engine.sample(engine.calls))
     times = {engine.name: statistics.median(engine.samples) for engine in engines}
     flops = triangle_flops(batch, n, m)
