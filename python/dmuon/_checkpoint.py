@@ -100,6 +100,7 @@ def attach_state_dict(model: nn.Module, dedication: Dedication, by_module: dict[
     this = weakref.ref(model)
 
     def begin(*_: Any) -> None:
+        dedication.end_cut_off()
         rows.begin("state_dict")
         rows.saved = {}
 

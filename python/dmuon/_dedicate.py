@@ -1,5 +1,7 @@
 """dedicate_params: gives every selected parameter to one owner rank."""
 
+import weakref
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -253,11 +255,14 @@ def _install(
         if name in enclosing:
             guard_apply(module, dedication, by_module.get(module, []), enclosing[name])
             forbid_copies(module)
-    hooks: dict[nn.Module, list[Hooks]] = {model: [RootHooks(dedication)]}
+    root = RootHooks(dedication, model)
+    dedication.root_hooks = weakref.ref(root)
+    hooks: dict[nn.Module, list[Hooks]] = {model: [root]}
     for index, module in enumerate(hook_modules):
         members = {id(param) for param in dedication.groups[index].params}
         sites = [site for site in dedication.sites if id(dedication.params[site.index]) in members]
-        hooks.setdefault(module, []).append(GroupHooks(dedication, index, sites, output_dtype))
+        root.groups.append(GroupHooks(dedication, index, sites, output_dtype))
+        hooks.setdefault(module, []).append(root.groups[-1])
     for module, of_module in hooks.items():
         attach_hooks(module, of_module)
     share_controls(model, hook_modules, dedication)

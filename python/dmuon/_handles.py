@@ -116,6 +116,8 @@ class Dedication:
     """Into and out of state dicts (`_checkpoint.Rows`)."""
     backward: Callable[[], Any] = lambda: None
     """The open backward of the model's hooks, or None."""
+    root_hooks: Callable[[], Any] = lambda: None
+    """Those of the model while it exists, or None."""
 
     @property
     def plan_name(self) -> str:
@@ -141,6 +143,11 @@ class Dedication:
         for axis in self.axes:
             if axis.size() > 1:
                 dist.all_reduce(tensor, op, group=axis)
+
+    def end_cut_off(self) -> None:
+        """Ends a forward that KeyboardInterrupt, say, has cut off."""
+        if hooks := self.root_hooks():
+            hooks.end_cut_off()
 
     def publish(self, having: set[int] | None = None) -> None:
         """Sends masters (of groups that have a matrix of `having`) to their replicas and waits; collective."""
@@ -206,8 +213,10 @@ def find_dedications(model: nn.Module) -> Iterator[Dedication]:
 
 
 def all_dedications(model: nn.Module, caller: str) -> list[Dedication]:
-    """At least one; ValueError if there is none."""
+    """At least one; ValueError if there is none.  No forward is cut off any more."""
     found = list(find_dedications(model))
+    for dedication in found:
+        dedication.end_cut_off()
     if not found:
         raise ValueError(
             f"[dmuon.{caller}] expected a model on which dmuon.dedicate_params was called, found no such call in "

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ._handles import Dedication, Site
+from ._running import running_calls
 
 _ATTRIBUTE = "_dmuon_hooks"
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
@@ -78,11 +79,30 @@ def _check_fsdp2_sees(module: nn.Module, output: Any, tensors: list[torch.Tensor
 class RootHooks:
     """Around the model's forward: one pass of gathers."""
 
-    def __init__(self, dedication: Dedication) -> None:
+    def __init__(self, dedication: Dedication, model: nn.Module) -> None:
         self.dedication = dedication
+        self.groups: list[GroupHooks] = []
         self.depth = 0
+        self.methods = 0
+        """Calls of registered methods, which end their pass whatever is raised."""
+        self._model = weakref.ref(model)
+
+    def end_cut_off(self, entering: int = 0) -> None:
+        """Ends what nobody runs any more: after KeyboardInterrupt and the like torch calls no hooks.
+
+        entering: calls of the model that run, but have not opened a pass yet.
+        """
+        if self.depth == 0 and not any([group.depth for group in self.groups]):
+            return
+        model = self._model()
+        if model is None or running_calls(model) + self.methods > entering:
+            return
+        for hook in [*self.groups, self]:
+            while hook.depth > 0:
+                hook.leave(model, (), None)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self.end_cut_off(entering=1)
         self.dedication.runtime.begin_forward()
         self.depth += 1
         return args, kwargs
@@ -238,6 +258,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"[dmuon.register_forward_method] {type(module).__name__} has no method {method_name!r}")
     function = getattr(original, "__func__", None)
     this = weakref.ref(module)
+    roots = [hook for hook in hooks if isinstance(hook, RootHooks)]
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -245,12 +266,16 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         call = functools.partial(function, module) if function else original
         entered: list[Hooks] = []
         output = None
+        for root in roots:
+            root.methods += 1
         try:
             for hook in hooks:
                 args, kwargs = hook.enter(module, args, kwargs)
                 entered.append(hook)
             output = call(*args, **kwargs)
         finally:
+            for root in roots:
+                root.methods -= 1
             for hook in reversed(entered):
                 output = hook.leave(module, args, output)
         return output
