@@ -5,13 +5,14 @@
 
 Five steps on bf16 Gaussian matrices.  `eager` is the plain loop, `fused` the same with addmm.  `called` is back-to-back
 calls from Python, host time included; `graph` is the replay of a CUDA graph of the same call.  `plain` is dmuon's path
-for GPUs without kernels of their own, which fp64 input takes on every GPU (also in fp16).  A round is
-one sample of about `--sample-ms` of each engine, and the median over the rounds is printed; engines take turns in an
-order drawn for each round, because what has just run sets the clock of a chip that power limits.  `floor` is the
-time of the exact triangles of the cheaper algorithm at the rate of an 8192^3 product, measured right after the sweep:
-a chip that is hot runs slower.  `gns` is Gram Newton-Schulz with its quack kernels, where the package
-`gram_newton_schulz` is installed.  Before anything is timed, each engine's result is compared with the fp32 iteration
-of its own coefficients.
+for GPUs without kernels of their own, which fp64 input takes on every GPU (also in fp16).  `gns` is Gram Newton-Schulz
+with its quack kernels, where the package `gram_newton_schulz` is installed.
+
+A round is one sample of about `--sample-ms` of each engine, and the median over the rounds is printed; engines take
+turns in an order drawn for each round, because what has just run sets the clock of a chip that power limits.  `floor`
+is the time of the exact triangles of the cheaper algorithm at the rate of an 8192^3 product, measured right after the
+sweep: a chip that is hot runs slower.  Before anything is timed, each engine's result is compared with the fp32
+iteration of its own coefficients.
 """
 
 import argparse

@@ -213,7 +213,7 @@ def find_dedications(model: nn.Module) -> Iterator[Dedication]:
 
 
 def all_dedications(model: nn.Module, caller: str) -> list[Dedication]:
-    """At least one; ValueError if there is none.  No forward is cut off any more."""
+    """At least one; ValueError if there is none.  Ends forwards that an exception has cut off."""
     found = list(find_dedications(model))
     for dedication in found:
         dedication.end_cut_off()

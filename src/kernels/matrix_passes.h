@@ -5,7 +5,8 @@
 //               x = y * scale / ||y||_F in fp16
 //   finish      weight = decay * weight - step * x  (or output = x), and whether x is finite
 //
-// Sums of squares are taken in fp64, where no fp32 square overflows or vanishes.  The order of every sum depends on the
+// Sums of squares are taken in fp64, but of four elements in fp32 after scaling them by a power of two: so none
+// overflows or vanishes.  The order of every sum depends on the
 // number of elements alone: the same matrix gives the same bits at any place in any list, whatever its alignment.
 #pragma once
 

@@ -69,38 +69,6 @@ __device__ bool is_whole(const Share& share, const T*... arrays) {
   return (share.last - share.first) % kReadTogether == 0 && (is_aligned(arrays) && ...);
 }
 
-// Elements [i, i + 4) of a contiguous array, zero past the end.  Not yet converted, which would wait for them.
-template <bool kWhole, class T>
-__device__ Vector<T> load(const T* x, std::int64_t i, std::int64_t numel) {
-  Vector<T> packed;
-  if constexpr (kWhole) {
-    packed = load_vector(x + i);
-  } else {
-    for (int j = 0; j < kVector; ++j) packed.values[j] = i + j < numel ? x[i + j] : from_float<T>(0.0F);
-  }
-  return packed;
-}
-
-template <class T>
-__device__ float4 to_floats(const Vector<T>& v) {
-  return make_float4(to_float(v.values[0]), to_float(v.values[1]), to_float(v.values[2]), to_float(v.values[3]));
-}
-
-template <class T>
-__device__ Vector<T> from_floats(const float4& v) {
-  return {from_float<T>(v.x), from_float<T>(v.y), from_float<T>(v.z), from_float<T>(v.w)};
-}
-
-template <bool kWhole, class T>
-__device__ void save(T* x, std::int64_t i, std::int64_t numel, const float4& v) {
-  const Vector<T> packed = from_floats<T>(v);
-  if constexpr (kWhole) {
-    store_vector(x + i, packed);
-  } else {
-    for (int j = 0; j < kVector && i + j < numel; ++j) x[i + j] = packed.values[j];
-  }
-}
-
 // Four elements of x, whose lines may be longer than the matrix's unless it is whole.
 template <bool kWhole, class X>
 struct Lines {
@@ -120,7 +88,7 @@ struct Lines {
   __device__ Vector<X> load(std::int64_t i) const {
     Vector<X> packed;
     if constexpr (kWhole) {
-      packed = passes::load<true>(x, i, numel);
+      packed = kernels::load<true>(x, i, numel);
     } else {
       for (int j = 0; j < kVector; ++j) packed.values[j] = i + j < numel ? at(i + j) : from_float<X>(0.0F);
     }
@@ -129,7 +97,7 @@ struct Lines {
 
   __device__ void save(std::int64_t i, const float4& v) const {
     if constexpr (kWhole) {
-      passes::save<true>(x, i, numel, v);
+      kernels::save<true>(x, i, numel, v);
     } else {
       const Vector<X> packed = from_floats<X>(v);
       for (int j = 0; j < kVector && i + j < numel; ++j) at(i + j) = packed.values[j];

@@ -20,29 +20,6 @@ struct Batch {
   float factor;
 };
 
-// Elements [i, i + 4) of x, zero past the end.  A whole chunk lies in the segment, in aligned vectors.
-template <bool kWhole, class T>
-__device__ Vector<T> load(const T* x, std::int64_t i, std::int64_t numel) {
-  if constexpr (kWhole) {
-    return load_vector(x + i);
-  } else {
-    Vector<T> packed;
-    for (int j = 0; j < kVector; ++j) packed.values[j] = i + j < numel ? x[i + j] : from_float<T>(0.0F);
-    return packed;
-  }
-}
-
-template <bool kWhole, class T>
-__device__ void save(T* x, std::int64_t i, std::int64_t numel, const float (&values)[kVector]) {
-  Vector<T> packed;
-  for (int j = 0; j < kVector; ++j) packed.values[j] = from_float<T>(values[j]);
-  if constexpr (kWhole) {
-    store_vector(x + i, packed);
-  } else {
-    for (int j = 0; j < kVector && i + j < numel; ++j) x[i + j] = packed.values[j];
-  }
-}
-
 // sum += x from element i on, kAhead vectors kStride apart; all are read before the first is added.
 template <bool kWhole, class T>
 __device__ void add(float (&sum)[kAhead][kVector], const T* x, std::int64_t i, std::int64_t numel, bool first) {
@@ -58,7 +35,7 @@ __device__ void add(float (&sum)[kAhead][kVector], const T* x, std::int64_t i, s
   }
 }
 
-// This thread's elements of the chunk: from i on.
+// This thread's elements of the chunk: from i on.  A whole chunk lies in the segment, in aligned vectors.
 template <bool kWhole, class Sum, class Sent>
 __device__ void sum_chunk(const Batch& batch, const SumSegment& segment, std::int64_t i) {
   auto* total = static_cast<Sum*>(segment.total);
@@ -74,7 +51,7 @@ __device__ void sum_chunk(const Batch& batch, const SumSegment& segment, std::in
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     for (float& value : sum[k]) value *= batch.factor;
-    save<kWhole>(total, i + k * kStride, segment.numel, sum[k]);
+    save<kWhole>(total, i + k * kStride, segment.numel, make_float4(sum[k][0], sum[k][1], sum[k][2], sum[k][3]));
   }
 }
 

@@ -55,4 +55,37 @@ __device__ bool is_aligned(const T* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Vector<T>) == 0;
 }
 
+// Elements [i, i + 4) of a contiguous array, zero past the end; kWhole: there is an aligned vector.  Not yet converted,
+// which would wait for them.
+template <bool kWhole, class T>
+__device__ Vector<T> load(const T* x, std::int64_t i, std::int64_t numel) {
+  Vector<T> packed;
+  if constexpr (kWhole) {
+    packed = load_vector(x + i);
+  } else {
+    for (int j = 0; j < kVector; ++j) packed.values[j] = i + j < numel ? x[i + j] : from_float<T>(0.0F);
+  }
+  return packed;
+}
+
+template <class T>
+__device__ float4 to_floats(const Vector<T>& v) {
+  return make_float4(to_float(v.values[0]), to_float(v.values[1]), to_float(v.values[2]), to_float(v.values[3]));
+}
+
+template <class T>
+__device__ Vector<T> from_floats(const float4& v) {
+  return {from_float<T>(v.x), from_float<T>(v.y), from_float<T>(v.z), from_float<T>(v.w)};
+}
+
+template <bool kWhole, class T>
+__device__ void save(T* x, std::int64_t i, std::int64_t numel, const float4& v) {
+  const Vector<T> packed = from_floats<T>(v);
+  if constexpr (kWhole) {
+    store_vector(x + i, packed);
+  } else {
+    for (int j = 0; j < kVector && i + j < numel; ++j) x[i + j] = packed.values[j];
+  }
+}
+
 }  // namespace dmuon::kernels
