@@ -212,11 +212,15 @@ def find_dedications(model: nn.Module) -> Iterator[Dedication]:
             yield dedication
 
 
-def all_dedications(model: nn.Module, caller: str) -> list[Dedication]:
-    """At least one; ValueError if there is none.  Ends forwards that an exception has cut off."""
-    found = list(find_dedications(model))
-    for dedication in found:
+def end_cut_off(model: nn.Module) -> None:
+    """`Dedication.end_cut_off` for all of them: what reads `named_parameters` must see the registered ones."""
+    for dedication in find_dedications(model):
         dedication.end_cut_off()
+
+
+def all_dedications(model: nn.Module, caller: str) -> list[Dedication]:
+    """At least one; ValueError if there is none."""
+    found = list(find_dedications(model))
     if not found:
         raise ValueError(
             f"[dmuon.{caller}] expected a model on which dmuon.dedicate_params was called, found no such call in "

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from ._checkpoint import mode
-from ._handles import Dedication, all_dedications, is_dedicated, is_elementwise
+from ._handles import Dedication, all_dedications, end_cut_off, is_dedicated, is_elementwise
 from ._muon import Muon
 from ._optimizer_state import ADAMW, MOMENTUM, params_of
 
@@ -26,6 +26,7 @@ def get_state_dict(model: nn.Module, optimizer: Muon | None = None, *, cpu_offlo
     cpu_offload: a snapshot in host memory, for which the device needs memory for one matrix.  False: as torch's own
     functions, with rows of all matrices on the device.
     """
+    end_cut_off(model)
     with mode("host") if cpu_offload else nullcontext():
         state: dict[str, Any] = {"model": torch_state.get_model_state_dict(model)}
         if optimizer is not None:
@@ -42,6 +43,7 @@ def set_state_dict(model: nn.Module, optimizer: Muon | None, state: Mapping[str,
     """Takes what `get_state_dict` gave, on any mesh and with any grouping of parameters; collective.  All or nothing:
     model and optimizer are both checked on all ranks before either changes.  Raises RuntimeError on every rank.
     """
+    end_cut_off(model)
     options = torch_state.StateDictOptions(strict=strict)
     taken = None if optimizer is None else _regrouped(model, optimizer, state["optimizer"], strict)
     for pass_mode in ("check", ""):
@@ -159,6 +161,7 @@ def import_state(
     dmuon's a sum: it is scaled), other parameters AdamW's state.  Options stay those of `optimizer`.
     Returns names: "weights" that were taken, "state" that was, parameters with "fresh" state, entries "ignored".
     """
+    end_cut_off(model)
     found = _by_name(optimizer_states)
     report: dict[str, list[str]] = {"weights": list(model_state), "state": [], "fresh": []}
     state: dict[str, Any] = {}

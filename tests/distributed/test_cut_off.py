@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn as nn
-from checkpoints import Run, assert_equal
+from checkpoints import Run, assert_equal, whole
 from reference import batch, loss_of
 from setup import Setup, check_invariants, step_both
 from test_interfaces import Encoder, SelfConditioned
@@ -94,22 +94,34 @@ def test_a_registered_method(mesh, rank, world_size, error):
         step_both(mesh, model, optimizer, reference)
 
 
+WAYS = ["save_checkpoint", "load_checkpoint", "get_state_dict", "set_state_dict", "state_dict"]
+
+
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
-@pytest.mark.parametrize("way", ["save_checkpoint", "state_dict"])
-def test_saving_in_the_except_block(mesh, rank, folder, z3, way):
+@pytest.mark.parametrize("way", WAYS)
+def test_saving_and_loading_in_the_except_block(mesh, rank, folder, z3, way):
     run = Run(mesh, setup=Setup(z3=z3, make=Encoder, recipe="c")).train(range(2))
-    saved = run.values()
+    saved, snapshot = run.values(), dmuon.get_state_dict(run.model, run.optimizer)
+    dmuon.save_checkpoint(folder / "before", run.model, run.optimizer)
+    if way in ("load_checkpoint", "set_state_dict"):
+        run.train(range(2, 3))  # away from what is loaded
     try:
         with cut_off_in(run.model.layers[1].up, KeyboardInterrupt):
             run.model(batch(0, rank).to(mesh.device_type))
     except KeyboardInterrupt:
         if way == "save_checkpoint":
-            dmuon.save_checkpoint(folder / "a", run.model, run.optimizer)
+            dmuon.save_checkpoint(folder / "after", run.model, run.optimizer)
+            run.train(range(2, 3))
+            dmuon.load_checkpoint(folder / "after", run.model, run.optimizer)
+        elif way == "load_checkpoint":
+            dmuon.load_checkpoint(folder / "before", run.model, run.optimizer)
+        elif way == "get_state_dict":
+            assert_equal(whole(dmuon.get_state_dict(run.model, run.optimizer)), whole(snapshot))
+        elif way == "set_state_dict":
+            dmuon.set_state_dict(run.model, run.optimizer, snapshot)
         else:
-            run.model.state_dict()
+            found = whole({"model": run.model.state_dict()})
+            assert_equal(found, {key: value for key, value in saved.items() if key.startswith("model/")})
+    else:
+        pytest.fail("the forward was not cut off")
     assert_equal(run.values(), saved)
-    if way == "state_dict":
-        return
-    other = Run(mesh, seed=1, setup=Setup(z3=z3, make=Encoder, recipe="c")).train(range(1))
-    dmuon.load_checkpoint(folder / "a", other.model, other.optimizer)
-    assert_equal(other.values(), saved)
