@@ -1,14 +1,17 @@
 """What the checkpoint tests share: a model with every kind of matrix, its training, all its values on every rank."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from plain_model import OddModel
 from reference import VOCAB, MuonSettings, is_matrix
-from setup import Setup
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from setup import Setup, gathered_all
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -46,6 +49,11 @@ def part_of(mesh: DeviceMesh) -> tuple[int, int]:
     return place, mesh.size()
 
 
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Of all its ranks; a 2-D mesh has all ranks of the launch."""
+    return mesh.get_group() if mesh.ndim == 1 else None
+
+
 class Run:
     """A dedicated model and its optimizer on a mesh; every rank trains on its own samples of each step."""
 
@@ -75,6 +83,17 @@ class Run:
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
         }
 
+    def save(self, folder: Path) -> "Run":
+        """With torch's functions, by the ranks of the run's mesh."""
+        dcp.save(self.state(), checkpoint_id=folder, process_group=group_of(self.mesh))
+        return self
+
+    def load(self, folder: Path) -> "Run":
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder, process_group=group_of(self.mesh))
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return self
+
     def values(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer, whole, on every rank."""
         return whole(self.state())
@@ -90,16 +109,19 @@ class Run:
         return found
 
 
-def whole(state, prefix: str = "") -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def whole(state: dict) -> dict[str, torch.Tensor]:
+    """Every tensor of a state dict, whole, under the keys that lead to it."""
+    tensors = {name: value for name, value in flat(state) if isinstance(value, torch.Tensor)}
+    found = gathered_all({name: value for name, value in tensors.items() if isinstance(value, DTensor)})
+    return {name: found.get(name, value).detach().clone() for name, value in tensors.items()}
+
+
+def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in state.items():
         if isinstance(value, dict):
-            found |= whole(value, f"{prefix}{key}/")
-        elif isinstance(value, DTensor):
-            found[prefix + str(key)] = value.to(value.device_mesh.device_type).full_tensor().detach().clone()
-        elif isinstance(value, torch.Tensor):
-            found[prefix + str(key)] = value.detach().clone()
-    return found
+            yield from flat(value, f"{prefix}{key}/")
+        else:
+            yield prefix + str(key), value
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

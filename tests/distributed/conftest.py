@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
@@ -26,16 +27,17 @@ import dmuon
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-TEST_LIMIT = 50.0
-"""Seconds; less than COLLECTIVE_TIMEOUT, so that a hang is reported before it becomes an error of the backend."""
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+TEST_LIMIT = 240.0
+"""Seconds; less than COLLECTIVE_TIMEOUT, so that a hang is reported before it becomes an error of the backend.  No test
+needs a tenth of it on an idle machine: it tells a hang from a slow machine, and never judges speed."""
 
 
 class FailureReporter:
     """Prints the failures of a rank that is not 0, at once: the launch may be stopped before the session ends."""
 
-    def __init__(self) -> None:
-        self.stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w", buffering=1)
+    def __init__(self, stderr: IO[str]) -> None:
+        self.stderr = stderr
 
     def _print(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
@@ -59,12 +61,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--comm", default="auto", choices=["auto", "nccl", "peer"], help="of every dedicate_params")
 
 
+_launch_stderr = pytest.StashKey[IO[str]]()
+"""Of the launch: pytest captures file descriptor 2 while tests run, and does not yet in pytest_configure."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     dmuon.dedicate_params.__kwdefaults__["comm"] = config.getoption("--comm")
+    config.stash[_launch_stderr] = os.fdopen(os.dup(sys.__stderr__.fileno()), "w", buffering=1)
     if RANK != 0:
         config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
-        config.pluginmanager.register(FailureReporter())
+        config.pluginmanager.register(FailureReporter(config.stash[_launch_stderr]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -124,25 +131,36 @@ def _report_hang(test: str, stderr: IO[str]) -> None:
 @pytest.fixture(autouse=True)
 def watchdog(request: pytest.FixtureRequest, process_group: dist.ProcessGroup) -> Iterator[None]:
     """A test that hangs names the collective that each rank waits in."""
-    stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
-    timer = threading.Timer(TEST_LIMIT, _report_hang, (request.node.nodeid, stderr))
+    timer = threading.Timer(TEST_LIMIT, _report_hang, (request.node.nodeid, request.config.stash[_launch_stderr]))
     timer.daemon = True
     timer.start()
     yield
     timer.cancel()
     timer.join()
-    stderr.close()
 
 
-@pytest.fixture
-def folder(process_group: dist.ProcessGroup) -> Iterator[Path]:
-    """A new directory, the same on all ranks; removed after the test."""
+@contextmanager
+def _folder_of_all_ranks() -> Iterator[Path]:
     paths = [tempfile.mkdtemp(prefix="dmuon-test-") if RANK == 0 else ""]
     dist.broadcast_object_list(paths, src=0)
     yield Path(paths[0])
     dist.barrier()
     if RANK == 0:
         shutil.rmtree(paths[0])
+
+
+@pytest.fixture
+def folder(process_group: dist.ProcessGroup) -> Iterator[Path]:
+    """A new directory, the same on all ranks; removed after the test."""
+    with _folder_of_all_ranks() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def module_folder(process_group: dist.ProcessGroup) -> Iterator[Path]:
+    """As `folder`, for what several tests of a module read."""
+    with _folder_of_all_ranks() as path:
+        yield path
 
 
 @pytest.fixture(scope="session")

@@ -100,26 +100,40 @@ def check_invariants(model: nn.Module) -> None:
         assert param.is_owner or param._reduced_grad is None, f"I3: {param}"
 
 
+def rows_of_all(rows: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The rows of every rank, one after another.  Of objects, because gloo gathers no CUDA tensors."""
+    parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(group)
+    # clone(): a view would be sent with all that it looks into.
+    dist.all_gather_object(parts, {name: mine.cpu().clone() for name, mine in rows.items()}, group=group)
+    return {name: torch.cat([part[name] for part in parts]).to(mine.device) for name, mine in rows.items()}
+
+
+def gathered_all(tensors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
+    """As full_tensor() of each, in one exchange for each axis of a mesh: a collective a tensor takes milliseconds."""
+    whole = {name: tensor.to_local().detach() for name, tensor in tensors.items()}
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors.values()):
+        for axis in reversed(range(mesh.ndim)):
+            placements = {name: t.placements[axis] for name, t in tensors.items() if t.device_mesh == mesh}
+            cut = [name for name, placement in placements.items() if not placement.is_replicate()]
+            assert all(placements[name].is_shard(0) for name in cut), placements
+            whole |= rows_of_all({name: whole[name] for name in cut}, mesh.get_group(axis)) if cut else {}
+    for name, tensor in tensors.items():
+        assert whole[name].shape == tensor.shape, f"{name}: {whole[name].shape} of {tensor.shape}"
+    return whole
+
+
 def gathered(tensor: DTensor) -> torch.Tensor:
-    """As full_tensor(), also on a GPU that ranks share: gloo gathers no CUDA tensors."""
-    if not tensor.is_cuda or "nccl" in dist.get_backend_config():
-        return tensor.full_tensor()
-    assert all(placement.is_shard(0) for placement in tensor.placements)
-    parts: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor.to_local().cpu())
-    return torch.cat([parts[rank] for rank in tensor.device_mesh.mesh.flatten().tolist()]).to(tensor.device)
+    return gathered_all({"": tensor})[""]
 
 
 def full_values(model: nn.Module, grads: bool = False) -> dict[str, torch.Tensor | None]:
     """What this rank can know in full: its own matrices, and all FSDP2 parameters."""
     values: dict[str, torch.Tensor | None] = {}
     for name, parameter in model.named_parameters():
-        tensor = parameter.grad if grads else parameter
-        if isinstance(parameter, DTensor):
-            values[name] = gathered(tensor).detach() if tensor is not None else None
-        elif not parameter.is_meta:
+        if isinstance(parameter, DTensor) or not parameter.is_meta:
+            tensor = parameter.grad if grads else parameter
             values[name] = tensor.detach() if tensor is not None else None
-    return values
+    return values | gathered_all({name: value for name, value in values.items() if isinstance(value, DTensor)})
 
 
 def mesh_of(model: nn.Module) -> tuple[int, int]:
@@ -137,14 +151,16 @@ def global_rank(mesh: tuple[int, int], owner: int | tuple[int, int]) -> int:
 def align(model: nn.Module, reference: Reference) -> None:
     """Gives the reference the model's present values, so that low-precision rounding cannot drift apart over steps."""
     values = full_values(model)
-    dedicated = {param.parameter: param.owner_rank for param in dmuon.get_dedicated_params(model)}
-    names = {name: parameter for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    owners = {names[param.parameter]: param.owner_rank for param in dmuon.get_dedicated_params(model)}
+    owners = {name: global_rank(mesh_of(model), owner) for name, owner in owners.items() if owner is not None}
+    mine = {name: values[name].cpu() for name, owner in owners.items() if owner == dist.get_rank()}
+    everyones: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    values |= {name: everyones[owner][name] for name, owner in owners.items()}
     with torch.no_grad():
         for name, target in reference.model.named_parameters():
-            if name in values:
-                target.copy_(values[name])
-            if dedicated.get(names[name]) is not None:
-                dist.broadcast(target, src=global_rank(mesh_of(model), dedicated[names[name]]))
+            target.copy_(values[name])
 
 
 def update_tolerance(mesh: DeviceMesh, tolerance: float = 1e-6) -> float:

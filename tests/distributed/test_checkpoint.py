@@ -4,12 +4,11 @@ import random
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from checkpoints import OddModel, Run, assert_equal, whole
 from setup import Setup, check_invariants
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import dmuon
@@ -21,14 +20,12 @@ def test_resume_has_the_same_bits(mesh_2d, folder, z3, dtype):
     """DCP with torch's functions only; the new run begins with other values and has made other steps."""
     setup = Setup(z3=z3, dtype=dtype, make=OddModel)
     run = Run(mesh_2d, setup=setup).train(range(2))
-    dcp.save(run.state(), checkpoint_id=folder / "a")
+    run.save(folder / "a")
     saved = run.values()
     final = run.train(range(2, 5)).values()
 
     other = Run(mesh_2d, seed=1, setup=setup, lr=0.3, adamw_lr=0.7).train(range(7, 8))
-    state = other.state()
-    dcp.load(state, checkpoint_id=folder / "a")
-    set_state_dict(other.model, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    other.load(folder / "a")
     check_invariants(other.model)
     assert_equal(other.values(), saved)
     assert_equal(other.train(range(2, 5)).values(), final)

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -227,9 +226,7 @@ def test_async_save_while_training_goes_on(mesh, hsdp_mesh, folder, replicate_as
     final = run.train(range(2, 5)).values()
     future.result()
     other = Run(chosen, seed=1, setup=setup)
-    state = other.state()
-    dcp.load(state, checkpoint_id=folder / "a")
-    set_state_dict(other.model, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    other.load(folder / "a")
     assert_equal(other.train(range(2, 5)).values(), final)
 
 

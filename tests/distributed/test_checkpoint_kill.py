@@ -56,7 +56,7 @@ def kill_in_a_save(forks, folder: Path, kind: str, dice: random.Random) -> int:
     for process in ranks:
         process.start()
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while saved_steps(folder) < 1:
             assert time.monotonic() < deadline and all(process.is_alive() for process in ranks), "nothing was saved"
             time.sleep(0.005)

@@ -114,16 +114,21 @@ def test_live_bytes_are_the_bytes_of_real_storages(mesh, rank):
 
 
 def test_a_waiting_rank_can_say_what_it_waits_for(mesh, rank, world_size):
-    """One rank comes late; the others are asked meanwhile."""
+    """Rank 0 comes when all others have said it, or not at all."""
     if world_size == 1 or mesh.device_type != "cpu":
         pytest.skip("only a host that waits can say so")
     model = make_model()
     dmuon.dedicate_params(model, mesh, is_matrix)
-    said: list[str] = []
-    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    expected = f"rank (shard {rank}, replicate 0) waits for the gather of 'layers.0'"
+
+    def ask() -> None:
+        while expected not in dmuon.describe_progress():
+            time.sleep(0.01)
+        store.set(f"said/{rank}", "yes")
+
     if rank == 0:
-        time.sleep(1.0)
+        store.wait([f"said/{r}" for r in range(1, world_size)])
     else:
-        threading.Timer(0.5, lambda: said.append(dmuon.describe_progress())).start()
+        threading.Thread(target=ask, daemon=True).start()
     model(batch(0, rank))
-    assert rank == 0 or f"rank (shard {rank}, replicate 0) waits for the gather of 'layers.0'" in said[0]

@@ -6,20 +6,17 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from checkpoints import Run, assert_close, assert_equal, loss_of, plain_optimizers, samples, whole
 from elementwise import Transformer
 from plain_model import OddModel
 from reference import VOCAB
 from setup import Setup, check_invariants
-from test_checkpoint_meshes import NAMES, STEPS, group_of, meshes, one_process, save_on_each  # noqa: F401 (fixtures)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
@@ -32,13 +29,6 @@ def recipe(name: str, **options) -> Setup:
     return Setup(recipe=name, **({"make": OddModel} | options))
 
 
-def load(run: Run, folder) -> Run:
-    state = run.state()
-    dcp.load(state, checkpoint_id=folder, process_group=group_of(run.mesh))
-    set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return run
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("make", [OddModel, Transformer], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("z3,dtype", [(True, None), (False, torch.bfloat16)], ids=["z3-fp32", "z2-bf16"])
@@ -46,14 +36,14 @@ def test_resume_has_the_same_bits(mesh_2d, folder, make, z3, dtype):
     """The new run begins with other values and has made other steps; 1-D, 3-D, tied, frozen and uneven parameters."""
     setup = recipe("c", z3=z3, dtype=dtype, make=make)
     run = Run(mesh_2d, setup=setup).train(range(2))
-    dcp.save(run.state(), checkpoint_id=folder / "a")
+    run.save(folder / "a")
     dmuon.save_checkpoint(folder / "b", run.model, run.optimizer)
     saved = run.values()
     final = run.train(range(2, 5)).values()
     for name in ("a", "b"):
         other = Run(mesh_2d, seed=1, setup=setup, lr=0.3, adamw_lr=0.7).train(range(7, 8))
         if name == "a":
-            load(other, folder / name)
+            other.load(folder / name)
         else:
             dmuon.load_checkpoint(folder / name, other.model, other.optimizer)
         check_invariants(other.model)
@@ -97,35 +87,19 @@ def flat(state, prefix: str = "") -> dict:
 def test_between_recipes(mesh, folder, source, target, dtype):
     """What fully_shard managed becomes elementwise, and back: the same bits, and training goes on as it would have."""
     run = Run(mesh, setup=recipe(source, dtype=dtype)).train(range(2))
-    dcp.save(run.state(), checkpoint_id=folder / "a")
+    run.save(folder / "a")
     dmuon.save_checkpoint(folder / "b", run.model, run.optimizer)
     saved = run.values()
     for name in ("a", "b"):
         other = Run(mesh, seed=1, setup=recipe(target, dtype=dtype), lr=0.3)
         if name == "a":
-            load(other, folder / name)
+            other.load(folder / name)
         else:
             dmuon.load_checkpoint(folder / name, other.model, other.optimizer)
         assert_equal(other.values(), saved)
     expected = run.train(range(2, 4)).values()
     # The sums over ranks are made in another order.
     assert_close(other.train(range(2, 4)).values(), expected, 1e-5 if dtype is None else 2e-2)
-
-
-@pytest.mark.ranks(4)
-def test_save_on_n_load_on_m(meshes, folder, one_process):  # noqa: F811
-    """On 1 to 4 ranks, 2x2 and 1x4: the saved bits, and then one process in plain torch."""
-    weights, _ = one_process
-    saved = save_on_each(meshes, folder, setup=recipe("c"))
-    for source, target in itertools.product(NAMES, NAMES):
-        if meshes[target] is None:
-            continue
-        run = load(Run(meshes[target], seed=1, setup=recipe("c"), lr=0.5, adamw_lr=0.5), folder / source)
-        assert_equal(run.values(), saved[source])
-        if "4" in (source, target):
-            found = whole(run.train(range(STEPS, 2 * STEPS)).model.state_dict())
-            assert_close({name: found[name] for name in weights}, weights, 2e-6)
-        check_invariants(run.model)
 
 
 @pytest.mark.ranks(1, 3)

@@ -34,7 +34,7 @@ struct TrainSetup {
   bool cut = false;                                        ///< SGD on matrices that are cut by rows over all ranks
   bool shares = false;                                     ///< communicators of thread ranks share memory
   Decorate decorate{};                                     ///< unset: none
-  std::chrono::milliseconds timeout = std::chrono::seconds(10);  ///< of waits for other thread ranks
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< of waits for other thread ranks
 
   [[nodiscard]] int shards() const { return ranks / replicas; }
 };
