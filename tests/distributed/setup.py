@@ -100,12 +100,15 @@ def check_invariants(model: nn.Module) -> None:
         assert param.is_owner or param._reduced_grad is None, f"I3: {param}"
 
 
-def rows_of_all(rows: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """The rows of every rank, one after another.  Of objects, because gloo gathers no CUDA tensors."""
+def add_rows_of_others(tensors: dict[str, torch.Tensor], cut: list[str], group: dist.ProcessGroup) -> None:
+    """The tensors named in `cut` become the rows of every rank, one after another.  Exchanged as objects, because gloo
+    gathers no CUDA tensors.
+    """
     parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(group)
     # clone(): a view would be sent with all that it looks into.
-    dist.all_gather_object(parts, {name: mine.cpu().clone() for name, mine in rows.items()}, group=group)
-    return {name: torch.cat([part[name] for part in parts]).to(mine.device) for name, mine in rows.items()}
+    dist.all_gather_object(parts, {name: tensors[name].cpu().clone() for name in cut}, group=group)
+    for name in cut:
+        tensors[name] = torch.cat([part[name] for part in parts]).to(tensors[name].device)
 
 
 def gathered_all(tensors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
@@ -116,7 +119,8 @@ def gathered_all(tensors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
             placements = {name: t.placements[axis] for name, t in tensors.items() if t.device_mesh == mesh}
             cut = [name for name, placement in placements.items() if not placement.is_replicate()]
             assert all(placements[name].is_shard(0) for name in cut), placements
-            whole |= rows_of_all({name: whole[name] for name in cut}, mesh.get_group(axis)) if cut else {}
+            if cut:
+                add_rows_of_others(whole, cut, mesh.get_group(axis))
     for name, tensor in tensors.items():
         assert whole[name].shape == tensor.shape, f"{name}: {whole[name].shape} of {tensor.shape}"
     return whole
