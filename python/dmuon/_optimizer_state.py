@@ -1,5 +1,7 @@
 """State dicts of `Muon`: what an owner keeps for a parameter appears as row-sharded DTensors, like the parameter."""
 
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -28,15 +30,29 @@ def find_rows(optimizer: Any) -> dict[torch.Tensor, tuple[Rows, int]]:
     return {p: found[p] for p in params_of(optimizer.param_groups) if p in found}
 
 
-def fill(optimizer: Any) -> None:
-    """Every trained parameter has the state that its first step would give it.  Changes no result."""
+def fill(optimizer: Any, frozen: Collection[torch.Tensor] = ()) -> None:
+    """Every trained parameter, and these frozen ones, have the state that a first step would give them.  Changes no
+    result.
+    """
     optimizer._prepare_adamw()
     for group in optimizer.param_groups:
-        for p in (p for p in group["params"] if p.requires_grad):
+        for p in (p for p in group["params"] if p.requires_grad or p in frozen):
             if group["use_muon"]:
                 optimizer._momentum_of(p)
             elif not optimizer._state[p]:
                 optimizer._state[p] = fresh_adamw(p, group["fused"])
+
+
+@contextmanager
+def filled(optimizer: Any, frozen: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, these frozen parameters have state, as trained ones do: a checkpoint may hold some for them."""
+    added = {p for p in frozen if not optimizer._state.get(p)}
+    fill(optimizer, added)
+    try:
+        yield
+    finally:
+        for p in added:
+            optimizer._state.pop(p, None)
 
 
 def fresh_adamw(p: torch.Tensor, fused: bool | None) -> dict[str, torch.Tensor]:

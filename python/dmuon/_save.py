@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ._checkpoint import mode
 from ._handles import Dedication, all_dedications, end_cut_off, is_dedicated, is_elementwise
 from ._muon import Muon
-from ._optimizer_state import ADAMW, MOMENTUM, params_of
+from ._optimizer_state import ADAMW, MOMENTUM, filled, params_of
 
 
 def get_state_dict(model: nn.Module, optimizer: Muon | None = None, *, cpu_offload: bool = True) -> dict[str, Any]:
@@ -104,13 +104,14 @@ def load_checkpoint(
     Raises RuntimeError on every rank, naming the file or key, for a checkpoint that is incomplete, truncated, damaged,
     of a newer format version, or of other keys or shapes.
     """
+    end_cut_off(model)
     first = all_dedications(model, "load_checkpoint")[0]
     group, reader = _group_of(first), dcp.FileSystemReader(path)
-    with mode("empty"):
-        state = get_state_dict(model, optimizer, cpu_offload=False) | ({"extra": extra} if extra else {})
-    state = tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="cpu"), state)
-
     saved: dict[str, tuple] = {}  # where each saved value is in the state
+    check, part = torch.classes.dmuon.Checkpoint.check_directory, (dist.get_rank(group), dist.get_world_size(group))
+    _together(first, "load_checkpoint", lambda: check(str(path), *part))
+    _together(first, "load_checkpoint", lambda: saved.update(reader.read_metadata().planner_data))
+    state = _room_for(saved, model, optimizer) | ({"extra": extra} if extra else {})
 
     def read() -> None:
         if strict and (more := sorted({p[1] for p in saved.values() if p[0] == "model"} - state["model"].keys())):
@@ -123,12 +124,23 @@ def load_checkpoint(
         planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
 
-    check, part = torch.classes.dmuon.Checkpoint.check_directory, (dist.get_rank(group), dist.get_world_size(group))
-    _together(first, "load_checkpoint", lambda: check(str(path), *part))
-    _together(first, "load_checkpoint", lambda: saved.update(reader.read_metadata().planner_data))
     _together(first, "load_checkpoint", read)
     set_state_dict(model, optimizer, state, strict=strict)
     return state.get("extra", {})
+
+
+def _room_for(saved: Mapping[str, tuple], model: nn.Module, optimizer: Muon | None) -> dict[str, Any]:
+    """A state dict of host memory to read into; with the state of those frozen parameters for which there is some."""
+    frozen: list[torch.Tensor] = []
+    if optimizer is not None:
+        names = {where[2] for where in saved.values() if where[:2] == ("optimizer", "state")}
+        with mode("shapes"):
+            groups = torch_state.get_optimizer_state_dict(model, optimizer)["param_groups"]
+        pairs = zip(params_of(groups), params_of(optimizer.param_groups), strict=True)
+        frozen = [p for name, p in pairs if name in names and not p.requires_grad]
+    with mode("empty"), filled(optimizer, frozen) if frozen else nullcontext():
+        state = get_state_dict(model, optimizer, cpu_offload=False)
+    return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="cpu"), state)
 
 
 def _together(dedication: Dedication, caller: str, act: Callable[[], Any]) -> None:

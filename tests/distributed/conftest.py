@@ -8,12 +8,9 @@ any rank fails the launch, and so does a hang: after TEST_LIMIT a rank prints wh
 
 import faulthandler
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
@@ -139,28 +136,23 @@ def watchdog(request: pytest.FixtureRequest, process_group: dist.ProcessGroup) -
     timer.join()
 
 
-@contextmanager
-def _folder_of_all_ranks() -> Iterator[Path]:
-    paths = [tempfile.mkdtemp(prefix="dmuon-test-") if RANK == 0 else ""]
+def _folder_of_all_ranks(factory: pytest.TempPathFactory) -> Path:
+    """pytest removes it some sessions later.  Not here: ranks that fail leave at once, and meet no others."""
+    paths = [str(factory.mktemp("dmuon")) if RANK == 0 else ""]
     dist.broadcast_object_list(paths, src=0)
-    yield Path(paths[0])
-    dist.barrier()
-    if RANK == 0:
-        shutil.rmtree(paths[0])
+    return Path(paths[0])
 
 
 @pytest.fixture
-def folder(process_group: dist.ProcessGroup) -> Iterator[Path]:
-    """A new directory, the same on all ranks; removed after the test."""
-    with _folder_of_all_ranks() as path:
-        yield path
+def folder(process_group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new directory, the same on all ranks."""
+    return _folder_of_all_ranks(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def module_folder(process_group: dist.ProcessGroup) -> Iterator[Path]:
+def module_folder(process_group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `folder`, for what several tests of a module read."""
-    with _folder_of_all_ranks() as path:
-        yield path
+    return _folder_of_all_ranks(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ Nothing of dmuon is used here.  The reference sees the batches of all ranks, ave
 Muon on the matrices and torch's AdamW on the rest.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -131,17 +132,24 @@ class Reference:
         cast = {n: p.to(self.dtype) for n, p in self.model.named_parameters()}
         return functional_call(self.model, cast, args, kwargs)
 
-    def backward(self, losses: Iterable[torch.Tensor], ranks: int) -> None:
-        """Adds the mean gradient of the ranks' losses to `.grad`; divides in fp32, after low-precision arithmetic."""
+    @contextmanager
+    def mean_over(self, ranks: int) -> Iterator[None]:
+        """Backwards inside, one for each rank, add their mean to `.grad`; divided in fp32, after low-precision
+        arithmetic.
+        """
         before = {p: p.grad for p in self.model.parameters()}
         self.model.zero_grad()
-        for loss in losses:
-            loss.backward()
+        yield
         for p, grad in before.items():
             if p.grad is not None:
                 p.grad.div_(ranks)
             if grad is not None:
                 p.grad = grad if p.grad is None else grad + p.grad
+
+    def backward(self, losses: Iterable[torch.Tensor], ranks: int) -> None:
+        with self.mean_over(ranks):
+            for loss in losses:
+                loss.backward()
 
     @torch.no_grad()
     def step(self) -> None:

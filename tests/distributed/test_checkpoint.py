@@ -97,6 +97,33 @@ class Outer(nn.Module):
         self.extra = nn.Parameter(torch.zeros(3))
 
 
+FROZEN = ("embedding.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.1.tied.weight")
+
+
+def part_frozen() -> nn.Module:
+    model = OddModel()
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["a", "b", "c"])
+def test_frozen_parameters_keep_their_state(mesh_2d, folder, recipe):
+    """All are trained, then some are frozen, then all are trained again: three runs, each from the last one's file."""
+    first = Run(mesh_2d, setup=Setup(make=OddModel, recipe=recipe)).train(range(2))
+    dmuon.save_checkpoint(folder / "a", first.model, first.optimizer)
+    second = Run(mesh_2d, seed=1, setup=Setup(make=part_frozen, recipe=recipe))
+    dmuon.load_checkpoint(folder / "a", second.model, second.optimizer)
+    assert_equal(second.values(), first.values())
+    after = second.train(range(2, 4)).values()
+    kept = [key for key in after if any(name in key for name in FROZEN)]
+    assert len(kept) > 2 * len(FROZEN) and all(torch.equal(after[key], first.values()[key]) for key in kept)
+    dmuon.save_checkpoint(folder / "b", second.model, second.optimizer)
+    third = Run(mesh_2d, seed=2, setup=Setup(make=OddModel, recipe=recipe))
+    dmuon.load_checkpoint(folder / "b", third.model, third.optimizer)
+    assert_equal(third.values(), after)
+
+
 @pytest.mark.ranks(2, 4)
 def test_wrappers_parts_and_models_around(hsdp_mesh):
     """Names are those of the model without wrappers; a part, or a model around, loads and is published at once."""

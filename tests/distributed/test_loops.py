@@ -150,11 +150,9 @@ def run(mesh, rank: int, world_size: int, setup: Setup, loop: Callable, wrap: Ca
 
 
 def reference_step(reference, loop: Callable, step: int, world_size: int) -> None:
-    for r in range(world_size):
-        loop(reference, lambda i, r=r: batch(10 * step + i, r))
-    for p in reference.model.parameters():
-        if p.grad is not None:
-            p.grad.div_(world_size)
+    with reference.mean_over(world_size):
+        for r in range(world_size):
+            loop(reference, lambda i, r=r: batch(10 * step + i, r))
 
 
 @pytest.mark.parametrize("z3", [True, False], ids=["z3", "z2"])
