@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
+#include <future>
 #include <thread>
 
 #include "dmuon/runtime.h"
@@ -102,7 +103,13 @@ void Runtime::advance_reductions(BackwardPass& pass, bool all) {
 }
 
 void Runtime::reduce(BackwardPass& pass, DedicatedParamGroup& group) {
-  if (group.follow_trainable()) agree_on_trainable(group);
+  if (group.follow_trainable()) {
+    const WaitNote note(*waiting_, "the agreement on requires_grad", group);
+    // In a thread of its own, because peers may need gathers of this rank before they come to it.
+    auto agreed = std::async(std::launch::async, [&] { agree_on_trainable(group); });
+    wait_for_peers(pass, [&] { return agreed.wait_for(std::chrono::seconds(0)) == std::future_status::ready; });
+    agreed.get();
+  }
   if (!group.reduce_layout().segments.empty()) {
     if (sync_groups_[static_cast<size_t>(group.index())]) {
       drain_shard_stage(pass);
@@ -136,8 +143,8 @@ void Runtime::agree_on_trainable(const DedicatedParamGroup& group) {
 }
 
 // The host waits here, on CUDA too: a stream that waited for a reduction would hold up the gathers behind it, and a
-// peer in another branch may need one of those before it can take part in the reduction.  Gathers have a communicator
-// and a fixed order of their own, so offering the next one early is always right.  Once all are out, a stream may wait.
+// peer in another branch may need one of those before it can take part.  Gathers have a communicator and a fixed order
+// of their own, so offering the next one early is always right.  Once all are out, a stream may wait.
 void Runtime::wait_for_peers(BackwardPass& pass, const std::function<bool()>& ready) {
   auto deadline = std::chrono::steady_clock::now() + kPatience;
   auto pause = kShortestPause;

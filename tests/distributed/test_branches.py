@@ -85,11 +85,15 @@ def test_ranks_of_replicas_take_different_branches(hsdp_mesh, rank, world_size, 
 def check_branches(mesh, rank: int, world_size: int, seed: int, options: dict) -> None:
     torch.manual_seed(0)
     model = Branching()
-    weights = [layer.weight.detach().clone().requires_grad_() for layer in model.layers]
+    weights = [layer.weight.detach().clone().to(mesh.device_type) for layer in model.layers]
     dmuon.dedicate_params(model, predicate=lambda n, p: True, **options)
-    for step in range(4):
+    for step in range(5):
+        for index, (layer, weight) in enumerate(zip(model.layers, weights, strict=True)):
+            trained = step < 2 or (index + step + seed) % 3 > 0  # changes are agreed on, wherever the ranks are
+            layer.weight.requires_grad_(trained), weight.requires_grad_(trained)
         x = [torch.randn(3, 12, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(world_size)]
-        model(x[rank].to(mesh.device_type), choose(seed, step, rank)).pow(2).mean().backward()
+        x = [each.to(mesh.device_type).requires_grad_() for each in x]  # a rank may use frozen layers alone
+        model(x[rank], choose(seed, step, rank)).pow(2).mean().backward()
         for r in range(world_size):
             y = x[r]
             for index in choose(seed, step, r):
@@ -101,7 +105,7 @@ def check_branches(mesh, rank: int, world_size: int, seed: int, options: dict) -
             elif weight.grad is None:
                 assert param._reduced_grad is None, f"{param.name}: nobody used it"
             else:
-                torch.testing.assert_close(param._reduced_grad.cpu(), weight.grad / world_size, rtol=1e-4, atol=1e-7)
+                torch.testing.assert_close(param._reduced_grad, weight.grad / world_size, rtol=1e-4, atol=1e-7)
             weight.grad = None
         model.zero_grad()
 
@@ -179,7 +183,7 @@ def test_training_goes_on_after_an_exception(mesh, rank, world_size, z3, where):
             loss(step, r, reference).backward()
         for param, weight in zip(dmuon.get_dedicated_params(model), weights, strict=True):
             if param.is_owner:
-                torch.testing.assert_close(param._reduced_grad.cpu(), weight.grad / world_size, rtol=1e-4, atol=1e-7)
+                torch.testing.assert_close(param._reduced_grad, weight.grad / world_size, rtol=1e-4, atol=1e-7)
             weight.grad = None
         model.zero_grad()
         check_invariants(model)

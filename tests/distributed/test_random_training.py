@@ -13,7 +13,16 @@ import torch
 from reference import batch, loss_of
 from setup import Setup, align, assert_same, check_invariants, update_tolerance
 from test_cut_off import cut_off_in
-from test_loops import LOOPS, LoopModel
+from test_loops import (
+    LOOPS,
+    LoopModel,
+    layer_skipped,
+    layers_in_another_order,
+    losses_of_several_modules,
+    nested_outputs,
+    plain,
+    unused_output,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
@@ -21,6 +30,7 @@ import dmuon
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
 STEPS = 6
+APART = [plain, layer_skipped, layers_in_another_order, nested_outputs, unused_output, losses_of_several_modules]
 ENDINGS = ["step", "step", "clipped step", "zeroed in place", "skipped"]
 
 
@@ -53,7 +63,8 @@ class Story:
 
     def go_on(self) -> None:
         """A step of training, and what comes before it."""
-        self.do_one_of([self.freeze, self.change_the_rate, self.reshard, self.resume, self.reload, *self.harmless()])
+        between_steps = [self.freeze, self.change_rates, self.shrink, self.reshard, self.resume, self.reload]
+        self.do_one_of(between_steps + self.harmless())
         for micro_batch in range(last := self.dice.randint(1, 3)):
             self.do_one_of(self.harmless())
             self.compute(held=micro_batch < last - 1 and self.dice.random() < 0.5)
@@ -74,14 +85,20 @@ class Story:
         return self.batches
 
     def compute(self, held: bool) -> None:
-        loop, first = self.dice.choice(LOOPS), self.new_batches()
-        self.told.append(loop.__name__ + (" without sync" if held else ""))
+        loops, first = self.choose_loops(), self.new_batches()
+        self.told.append(", ".join(loop.__name__ for loop in loops) + (" without sync" if held else ""))
         with dmuon.no_sync(self.model) if held else nullcontext():
-            loop(self.model, lambda i: batch(first + i, self.rank))
+            loops[self.rank % len(loops)](self.model, lambda i: batch(first + i, self.rank))
         with self.reference.mean_over(self.ranks):
             for r in range(self.ranks):
-                loop(self.reference, lambda i, r=r: batch(first + i, r))
+                loops[r % len(loops)](self.reference, lambda i, r=r: batch(first + i, r))
         check_invariants(self.model)
+
+    def choose_loops(self) -> list[Callable]:
+        """One for all ranks, or one for each, of those with one forward and one backward."""
+        if self.setup.recipe == "c" and self.dice.random() < 0.3:
+            return [self.dice.choice(APART) for _ in range(self.ranks)]
+        return [self.dice.choice(LOOPS)]
 
     def finish(self, ending: str) -> None:
         self.told.append(ending)
@@ -132,7 +149,16 @@ class Story:
             for name, p in model.named_parameters():
                 p.requires_grad_(name not in self.frozen)
 
-    def change_the_rate(self) -> None:
+    @torch.no_grad()
+    def shrink(self) -> None:
+        """Weights are changed by hand, where they are."""
+        for model in (self.model, self.reference.model):
+            for p in model.parameters():
+                if not p.is_meta:
+                    p.mul_(0.9)
+        dmuon.publish(self.model)
+
+    def change_rates(self) -> None:
         factor = self.dice.choice([0.5, 2.0])
         for group in (*self.optimizer.param_groups, *self.reference.adamw.param_groups):
             group["lr"] *= factor
