@@ -136,6 +136,13 @@ def watchdog(request: pytest.FixtureRequest, process_group: dist.ProcessGroup) -
     timer.join()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unlocked_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Later sessions remove old folders without a lock; Python would give it up on shutting down, left out here."""
+    yield
+    (tmp_path_factory.getbasetemp() / ".lock").unlink(missing_ok=True)
+
+
 def _folder_of_all_ranks(factory: pytest.TempPathFactory) -> Path:
     """pytest removes it some sessions later.  Not here: ranks that fail leave at once, and meet no others."""
     paths = [str(factory.mktemp("dmuon")) if RANK == 0 else ""]
