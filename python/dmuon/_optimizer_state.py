@@ -47,8 +47,8 @@ def fill(optimizer: Any, frozen: Collection[torch.Tensor] = ()) -> None:
 def filled(optimizer: Any, frozen: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, these frozen parameters have state, as trained ones do: a checkpoint may hold some for them."""
     added = {p for p in frozen if not optimizer._state.get(p)}
-    fill(optimizer, added)
     try:
+        fill(optimizer, added)
         yield
     finally:
         for p in added:

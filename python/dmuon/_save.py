@@ -53,10 +53,15 @@ def set_state_dict(model: nn.Module, optimizer: Muon | None, state: Mapping[str,
                 optimizer.load_state_dict(taken)
 
 
+def _shapes(model: nn.Module, optimizer: Muon) -> dict[str, Any]:
+    """torch's state dict of the optimizer without values."""
+    with mode("shapes"):
+        return torch_state.get_optimizer_state_dict(model, optimizer)
+
+
 def _regrouped(model: nn.Module, optimizer: Muon, saved: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """`saved` in the optimizer's own groups; options that it lacks are as they are now."""
-    with mode("shapes"):
-        mine = torch_state.get_optimizer_state_dict(model, optimizer)
+    mine = _shapes(model, optimizer)
     if strict and (missing := sorted(mine["state"].keys() - saved["state"].keys())):
         raise RuntimeError(f"[dmuon.set_state_dict] nothing was changed: no optimizer state for {', '.join(missing)}")
     of = {name: group for group in saved["param_groups"] for name in group["params"]}
@@ -134,9 +139,9 @@ def _room_for(saved: Mapping[str, tuple], model: nn.Module, optimizer: Muon | No
     frozen: list[torch.Tensor] = []
     if optimizer is not None:
         names = {where[2] for where in saved.values() if where[:2] == ("optimizer", "state")}
-        with mode("shapes"):
-            groups = torch_state.get_optimizer_state_dict(model, optimizer)["param_groups"]
-        pairs = zip(params_of(groups), params_of(optimizer.param_groups), strict=True)
+        pairs = zip(
+            params_of(_shapes(model, optimizer)["param_groups"]), params_of(optimizer.param_groups), strict=True
+        )
         frozen = [p for name, p in pairs if name in names and not p.requires_grad]
     with mode("empty"), filled(optimizer, frozen) if frozen else nullcontext():
         state = get_state_dict(model, optimizer, cpu_offload=False)

@@ -111,17 +111,19 @@ class Run:
 
 def whole(state: dict) -> dict[str, torch.Tensor]:
     """Every tensor of a state dict, whole, under the keys that lead to it."""
-    tensors = {name: value for name, value in flat(state) if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in flat(state).items() if isinstance(value, torch.Tensor)}
     found = gathered_all({name: value for name, value in tensors.items() if isinstance(value, DTensor)})
     return {name: found.get(name, value).detach().clone() for name, value in tensors.items()}
 
 
-def flat(state: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}/")
-        else:
-            yield prefix + str(key), value
+def flat(state: dict | list | tuple, prefix: str = "") -> dict[str, object]:
+    """Every value under the keys that lead to it; an option of a parameter group that is a list is one value."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    found: dict = {}
+    for key, value in items:
+        nested = isinstance(value, (dict, list, tuple)) and key != "betas" and key != "params"
+        found |= flat(value, f"{prefix}{key}/") if nested else {f"{prefix}{key}": value}
+    return found
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import Run, assert_close, assert_equal, loss_of, plain_optimizers, samples, whole
+from checkpoints import Run, assert_close, assert_equal, flat, loss_of, plain_optimizers, samples, whole
 from elementwise import Transformer
 from plain_model import OddModel
 from reference import VOCAB
@@ -70,15 +70,6 @@ def test_state_dicts_are_fsdp2s(mesh, make):
             assert found.to_local().shape == value.to_local().shape, key
         else:
             torch.testing.assert_close(found, value)  # step
-
-
-def flat(state, prefix: str = "") -> dict:
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    found: dict = {}
-    for key, value in items:
-        nested = isinstance(value, (dict, list, tuple)) and key != "betas" and key != "params"
-        found |= flat(value, f"{prefix}{key}/") if nested else {f"{prefix}{key}": value}
-    return found
 
 
 @pytest.mark.ranks(2, 3)
